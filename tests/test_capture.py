@@ -17,12 +17,11 @@ from torch import nn
 
 import hookline
 from hookline import Trainer
-from hookline.errors import ConfigError, HooklineError, ObserverError, ProbeError
+from hookline.errors import ConfigError, ObserverError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
-from hookline.probes.capture import Capture
+from hookline.probes.capture import Capture, probe
 from hookline.probes.captured_state import LazyState
 from hookline.probes.flow import GradientFlow
-from hookline.probes.probe_context import probe
 from hookline.probes.taps import tap
 
 
@@ -187,10 +186,9 @@ def test_objects_with_tensors_are_within_the_limit():
     assert not any(one() for one in alive)
 
 
-def test_objects_are_reduced_spilled_and_get_gradients_like_all_else(tmp_path):
+def test_objects_are_reduced_and_get_gradients_like_all_else():
     net = CachingModel()
-    options = {"policy": "spill", "folder": str(tmp_path), "max_states": 1}
-    capture = Capture("blocks.0", reduce="mean", gradient=True, **options)
+    capture = Capture("blocks.0", reduce="mean", gradient=True)
     capture.attach(net)
     for i in range(2):
         out, cache = net(x(seed=i))
@@ -864,7 +862,7 @@ def test_a_probe_has_the_memory_limit_of_a_capture():
         assert results.capture.store.memory_limit == Capture("0").store.memory_limit == 2**30
 
 
-def test_policies(tmp_path):
+def test_policies():
     def run(**options):
         net, capture = model(), Capture("0", max_states=2, **options)
         capture.attach(net)
@@ -873,48 +871,12 @@ def test_policies(tmp_path):
         capture.detach()
         return net, capture
 
-    net, spilled = run(policy="spill", folder=str(tmp_path))
-    assert spilled.counts == Counts(captured=6, kept=2, spilled=4)
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
-    expected = [net[0](x(seed=i)).detach() for i in range(6)]
-    assert same([state.output for state in spilled["0"]], expected)
-    assert torch.equal(spilled["0"].output, expected[-1])
-    assert run(policy="sample")[1].counts.kept == 2
+    net, kept = run(policy="drop_oldest")
+    assert kept.counts == Counts(captured=6, kept=2, dropped=4)
+    expected = [net[0](x(seed=i)).detach() for i in (4, 5)]
+    assert same([state.output for state in kept["0"]], expected)
     with pytest.raises(StoreFullError):
         run(policy="error")
-    with pytest.raises(ConfigError, match="Use it with by='copy'"):
-        Capture("0", policy="spill", by="reference")
-
-
-def test_only_what_is_asked_for_is_read_from_disk(tmp_path):
-    net = model()
-    options = {"max_states": 1, "policy": "spill", "folder": str(tmp_path)}
-    with probe(net, ["0", "2"], **options) as seen:
-        for i in range(3):
-            net(x(seed=i))
-    files = sorted(tmp_path.rglob("*.safetensors"), key=lambda file: int(file.stem))
-    assert len(files) == 5
-    third = files[2]  # of the second call of "0"
-    for file in files:
-        if file != third:
-            file.unlink()
-    assert torch.equal(seen["0"][1].output, net[0](x(seed=1)))
-    assert torch.equal(seen["0"][1:2][0].output, net[0](x(seed=1)))
-    assert torch.equal(seen["2"].output, net(x(seed=2)))  # in memory
-    assert (list(seen), len(seen["0"]), "2" in seen) == (["0", "2"], 3, True)
-    assert repr(seen["0"]).count("output=float32[3, 4]") == 3
-    assert "'0': CapturedState('0', probe='probe', call=0, layer_idx=0, output" in repr(seen)
-    with pytest.raises(HooklineError, match="Cannot read a captured state"):
-        _ = seen["0"].output
-
-
-def test_spilled_states_get_their_gradients():
-    net, capture = model(), Capture("0", max_states=1, policy="spill", gradient=True, device="cpu")
-    capture.attach(net)
-    losses = [net(x(seed=i)).sum() for i in range(3)]
-    for loss in losses:
-        loss.backward()
-    assert all(state.gradient is not None for state in capture.states())
 
 
 def test_a_shared_store_holds_both_and_keeps_them_apart():

@@ -200,7 +200,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:2:", "no colon in '- lr'; expected `- name: lr`"]),
         ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "indented by 2 spaces"]),
         ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
-        ("a.toml", "a = 1\na = 2", ["a.toml:2:", "Not valid TOML"]),
+        ("a.toml", "a = 1\na = 2\n", ["a.toml: ", "Not valid TOML", "line 2"]),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, ["a.toml"]),
         ("a.json", '{"a": 1,\n "b": }', ["a.json:2:", "Not valid JSON"]),
         ("a.json", '{"a": 1, "a": 2}', ["Duplicate key 'a'"]),
@@ -239,11 +239,10 @@ def test_a_file_in_another_encoding_is_an_error(tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("a.yaml", "a: 1\nb:\n  - x: 1\n  - x: 1\n    y:\n      z: 2\n"),
-        ("a.toml", 'a = """\nb = 1\n"""\n[[b]]\nx = 1\n[[b]]\nx = 1\n[b.y]\nz = 2\n'),
         ("a.json", '{\n"a": "\\"",\n "b": [{"x": 1},\n{"x": 1, "y": {\n"z": 2}}]}'),
     ],
 )
-def test_every_format_knows_the_line_of_a_key(tmp_path: Path, name: str, text: str) -> None:
+def test_yaml_and_json_know_the_line_of_a_key(tmp_path: Path, name: str, text: str) -> None:
     file, line = read(tmp_path, name, text).place(("b", 1, "y", "z"))
     assert file == str(tmp_path / name)
     assert line == next(i for i, one in enumerate(text.splitlines(), 1) if "z" in one)
@@ -419,7 +418,7 @@ def test_what_includes_wins_over_what_is_included(tmp_path: Path) -> None:
     merged = read(tmp_path, "a.yaml", "include: [sub/one.toml, three.yaml]\nm: {y: [9]}\n")
     assert merged.values == {"a": 1, "two": 2, "m": {"w": 0, "x": 3, "y": [9]}}
     assert merged.place(("m", "x")) == (str(tmp_path / "three.yaml"), 1)
-    assert merged.place(("a",)) == (str(tmp_path / "sub" / "one.toml"), 2)
+    assert merged.place(("a",)) == (str(tmp_path / "sub" / "one.toml"), None)
 
 
 def test_another_class_does_not_inherit_arguments(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.checkpoint.export import export_weights
-from hookline.probes.stored_state import make_folder
 
 CONFIG = """
 model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 1}}
@@ -88,11 +87,6 @@ def test_runs_and_checkpoints_are_read_from_the_home_folder(home: Path) -> None:
     assert export_weights(Path(name), Path("~/weights.safetensors")).path.parent == home
     hookline.make_report(run.id, folder="~/runs").write("~/report.html")
     assert (home / "report.html").exists()
-
-
-def test_states_are_spilled_into_the_home_folder(home: Path) -> None:
-    folder = make_folder("~/states")
-    assert folder.parent == home / "states"
 
 
 def test_options_and_config_files_may_name_the_home_folder(home: Path) -> None:

@@ -321,7 +321,7 @@ def trust_in_a_downloaded_pyproject(stranger: Stranger) -> list[str]:
 # -- includes -------------------------------------------------------------------------------------
 
 
-@attack("more than 100 files")
+@attack("bytes")
 def includes_that_fan_out(stranger: Stranger) -> list[str]:
     for level in range(8):
         names = [f"level_{level + 1}.yaml"] * 8

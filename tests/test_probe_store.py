@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -19,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from hookline.errors import ConfigError, HooklineError
+from hookline.probes.capture import Capture
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.store import Counts, Store, StoreFullError
 from hookline.tensors.nested import NotCopied, map_tensors, tensors_in
@@ -492,9 +489,8 @@ def test_a_state_that_alone_is_too_large_is_dropped_and_said_once(caplog):
     assert steps(store) == [3]
 
 
-@pytest.mark.parametrize("policy", ["drop_oldest", "sample", "spill"])
-def test_what_is_dropped_cleared_or_spilled_is_freed(policy):
-    with Store(max_states=2, policy=policy) as store:
+def test_what_is_dropped_or_cleared_is_freed():
+    with Store(max_states=2) as store:
         alive = []
         for i in range(8):
             value = tensor(1, i)
@@ -583,7 +579,9 @@ def test_error_refuses_what_exceeds_the_memory_and_keeps_the_rest():
     store.add("p", state(0, output=shared))
     store.add("p", state(1))
     store.add("p", state(2, output=shared[3:]))  # takes no more
-    with pytest.raises(StoreFullError, match=r"'p'.* 3072 bytes.*memory_limit is 2048.*'spill'"):
+    with pytest.raises(
+        StoreFullError, match=r"'p'.* 3072 bytes.*memory_limit is 2048.*'drop_oldest'"
+    ):
         store.add("p", state(3))
     assert issubclass(StoreFullError, MemoryError)
     assert steps(store) == [0, 1, 2]
@@ -601,330 +599,6 @@ def test_error_refuses_more_states_than_allowed_at_once():
         store.add("p", state(2))
     store.add("q", state(3))
     assert steps(store) == [0, 1]
-
-
-# -- policy "sample"
-
-
-def sampled(seed, captures=60, probe="p", **limits):
-    store = Store(policy="sample", seed=seed, **limits)
-    for i in range(captures):
-        store.add(probe, state(i))
-    return steps(store, probe)
-
-
-def test_a_sample_has_the_size_that_is_allowed_in_order():
-    sample = sampled(0, max_states=10)
-    assert len(sample) == 10
-    assert sample == sorted(sample)
-    assert len(sampled(0, memory_limit=10 * KB)) == 10
-
-
-def test_a_sample_depends_on_nothing_but_seed_and_probe():
-    random.seed(0)
-    torch.manual_seed(0)
-    before = random.getstate(), torch.get_rng_state()
-    assert sampled(1, max_states=10) == sampled(1, max_states=10)
-    assert sampled(1, max_states=10) != sampled(2, max_states=10)
-    assert sampled(1, max_states=10) != sampled(1, max_states=10, probe="q")
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [{"max_states": 5}, {"memory_limit": 5 * KB}, {"max_states": 5, "cleanup_interval": 6}],
-)
-def test_a_sample_is_fair_to_early_and_late_states(limits):
-    seeds, captures, kept = 600, 30, 5
-    hits = Counter(i for seed in range(seeds) for i in sampled(seed, captures, **limits))
-    expected = seeds * kept / captures
-    chi2 = sum((hits[i] - expected) ** 2 / expected for i in range(captures))
-    assert sum(hits.values()) == seeds * kept
-    assert chi2 < 60  # 29 degrees of freedom: 1 in 1000 by chance is 58; the seeds are fixed
-
-
-def test_a_sample_stays_fair_when_memory_becomes_free_again():
-    """States that come when there is room again must have no better chances than those before."""
-    early = late = 0
-    for seed in range(300):
-        store = Store(policy="sample", memory_limit=8 * KB, seed=seed)
-        for i in range(32):
-            store.add("p", state(i))
-            store.add("q", state(i))
-        store.forget("q")
-        for i in range(32, 64):
-            store.add("p", state(i))
-        kept = steps(store)
-        early += sum(i < 32 for i in kept)
-        late += sum(i >= 32 for i in kept)
-    assert 0.85 < early / late < 1.15
-
-
-def test_a_probe_that_captures_little_is_not_crowded_out_of_a_sample():
-    store = Store(policy="sample", memory_limit=20 * KB)
-    for i in range(400):
-        store.add("often", state(i))
-        if i % 40 == 0:
-            store.add("seldom", state(i))
-    assert store.counts("seldom").kept >= 8
-    assert store.counts("often").kept >= 8
-    assert store.nbytes == 20 * KB
-
-
-@pytest.mark.parametrize("before", [5, 1000])
-def test_clearing_begins_a_new_sample(before):
-    store = Store(policy="sample", max_states=5)
-    for i in range(before):
-        store.add("p", state(i))
-    store.clear()
-    for i in range(5):
-        store.add("p", state(i))
-    assert steps(store) == [0, 1, 2, 3, 4]
-    for i in range(5, 50):
-        store.add("p", state(i))
-    assert len(steps(store)) == 5
-
-
-# -- policy "spill"
-
-
-def files(folder):
-    return sorted(path.name for path in folder.rglob("*.safetensors"))
-
-
-def same_bits(a, b):
-    assert type(a) is type(b)
-    assert (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
-    raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
-    return torch.equal(*raw)
-
-
-def test_spilled_states_come_back_in_order_and_nothing_is_lost(tmp_path):
-    with Store(memory_limit=3 * KB, policy="spill", folder=tmp_path) as store:
-        for i in range(10):
-            store.add("p", state(i))
-            assert store.nbytes <= 3 * KB
-        assert store.counts("p") == Counts(captured=10, kept=3, spilled=7)
-        assert len(files(tmp_path)) == 7
-        states = store.states("p")
-        assert [s.step for s in states] == list(range(10))
-        for path in tmp_path.rglob("*.safetensors"):
-            with path.open("r+b") as file:  # in place: what was read is not the file any more
-                file.write(bytes(path.stat().st_size))
-        assert all(torch.equal(s.output, tensor(1, i)) for i, s in enumerate(states))
-        assert store.nbytes == 3 * KB  # what was read back is the caller's
-        assert store.counts("p").spilled == 7
-
-
-def test_max_states_is_how_many_stay_in_memory_when_spilling(tmp_path):
-    with Store(max_states=2, policy="spill", folder=tmp_path) as store:
-        for i in range(5):
-            store.add("p", state(i))
-        assert store.counts("p") == Counts(captured=5, kept=2, spilled=3)
-        assert steps(store) == [0, 1, 2, 3, 4]
-
-
-def test_a_state_larger_than_memory_goes_to_disk_directly(tmp_path):
-    with Store(memory_limit=2 * KB, policy="spill", folder=tmp_path) as store:
-        for i in range(4):
-            store.add("p", state(i, kilobytes=3 if i == 1 else 1))
-        assert store.counts("p") == Counts(captured=4, kept=2, spilled=2)
-        assert steps(store) == [0, 1, 2, 3]
-        assert [s.nbytes for s in store.iter_states("p")] == [KB, 3 * KB, KB, KB]
-
-
-def test_spilled_files_are_readable_by_others(tmp_path):
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.add("p", CapturedState("mlp", "p", 7, output=torch.arange(3.0)))
-        store.add("p", state(8))
-        (path,) = tmp_path.rglob("*.safetensors")
-        with safe_open(path, framework="pt") as file:
-            assert file.metadata() == {"module": "mlp", "probe": "p", "step": "7"}
-            assert file.get_tensor("t0").tolist() == [0, 1, 2]
-
-
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool,
-    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_from_disk_bit_for_bit(dtype, tmp_path):
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 4, 16), dtype=torch.uint8)
-    t = raw.view(dtype)  # any bits: infinities and NaNs of all kinds too
-    values = (t, t[2], t[:, 1:3], t.transpose(0, 1), t[:0], t[0, 0, 0])
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.add("p", state(0, output=values))
-        store.add("p", state(1))
-        back = store.states("p")[0].output
-        assert store.counts("p").spilled == 1
-        for a, b in zip(values, back, strict=True):
-            assert same_bits(a, b)
-
-
-def test_the_whole_structure_comes_back_from_disk(tmp_path):
-    t = torch.randn(8)
-    values = rich_values(t)
-    del values["read-only mapping"]  # becomes a dict
-    strange = SimpleNamespace(a=1)
-    s = CapturedState(
-        "m", "p", 1, 2, 3, 4, 5.0, input=(t, strange), kwargs={"x": t}, output=values,
-        gradient=[t.clone()],
-    )  # fmt: skip
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.add("p", s)
-        store.add("p", state(1))
-        back = store.states("p")[0]
-    assert [getattr(back, f.name) for f in fields(s)][:7] == ["m", "p", 1, 2, 3, 4, 5.0]
-    assert back.input[1] == strange
-    assert back.input[0] is back.kwargs["x"]  # one tensor stays one
-    assert [type(v) for v in back.output.values()] == [type(v) for v in values.values()]
-    assert back.output["model output"].logits is back.output["model output"]["logits"]
-    for a, b in zip(s.tensors(), back.tensors(), strict=True):
-        assert same_bits(a, b)
-    next(back.tensors()).add_(1)  # memory of its own
-
-
-def test_conjugates_parameters_and_subclasses_come_back_from_disk(tmp_path):
-    class Tagged(torch.Tensor):
-        pass
-
-    tagged = torch.arange(3.0).as_subclass(Tagged)
-    tagged.tag = "mine"
-    conj = torch.tensor([1 + 2j]).conj()
-    parameter = torch.nn.Parameter(torch.ones(2))
-    graph = parameter * 2
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.add("p", state(0, output=[tagged, conj, conj.imag, parameter, graph]))
-        store.add("p", state(1))
-        back = store.states("p")[0].output
-    assert type(back[0]) is Tagged
-    assert back[0].tag == "mine"
-    assert back[0].tolist() == [0, 1, 2]
-    assert back[1].tolist() == [1 - 2j]
-    assert back[2].tolist() == [-2]
-    assert type(back[3]) is torch.Tensor
-    assert back[4].tolist() == [2, 2]
-    assert not back[4].requires_grad
-
-
-def test_a_state_without_tensors_can_be_spilled(tmp_path):
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.add("p", state(0, output=(1, "a")))
-        store.add("p", state(1))
-        assert store.states("p")[0].output == (1, "a")
-
-
-def test_what_cannot_be_written_is_dropped_counted_and_said_once(tmp_path, caplog):
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        for i in range(3):
-            store.add("p", state(i, output=torch.eye(2).to_sparse()))
-        assert steps(store) == [2]
-        assert store.counts("p") == Counts(captured=3, kept=1, dropped=2)
-        assert files(tmp_path) == []
-    assert len(caplog.records) == 1
-    assert "torch.sparse_coo" in caplog.text
-
-
-def test_a_disk_that_cannot_be_written_drops_and_says_so(tmp_path, caplog):
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.folder.rmdir()
-        store.add("p", state(0))
-        store.add("p", state(1))
-        assert store.counts("p") == Counts(captured=2, kept=1, dropped=1)
-    assert "could not be written" in caplog.text
-
-
-def test_a_full_disk_leaves_no_half_written_file(tmp_path, caplog):
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4 * KB, before[1]))
-        try:
-            store.add("p", state(0, kilobytes=64))
-            store.add("p", state(1))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert store.counts("p") == Counts(captured=2, kept=1, dropped=1)
-        assert files(tmp_path) == []
-    assert "could not be written" in caplog.text
-
-
-def test_a_file_that_somebody_removed_is_a_clear_error(tmp_path):
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        store.add("p", state(0))
-        store.add("p", state(1))
-        next(tmp_path.rglob("*.safetensors")).unlink()
-        with pytest.raises(HooklineError, match=r"Cannot read .*'layer' back from .*safetensors"):
-            store.states("p")
-
-
-def test_clear_forget_and_close_remove_files(tmp_path):
-    (tmp_path / "mine.txt").write_text("stays")
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        for probe in "abc":
-            for i in range(3):
-                store.add(probe, state(i))
-        assert len(files(tmp_path)) == 6
-        store.clear("a")
-        assert len(files(tmp_path)) == 4
-        assert store.counts("a") == Counts(captured=3, cleared=3)
-        store.forget("b")
-        assert len(files(tmp_path)) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_without_a_folder_a_temporary_one_is_used_and_removed():
-    store = Store(max_states=1, policy="spill")
-    folder = store.folder
-    for i in range(3):
-        store.add("p", state(i))
-    assert len(files(folder)) == 2
-    store.close()
-    assert not folder.exists()
-
-
-def test_a_store_that_nobody_closed_leaves_no_files(tmp_path):
-    store = Store(max_states=1, policy="spill", folder=tmp_path)
-    for i in range(3):
-        store.add("p", state(i))
-    del store
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_forked_worker_does_not_remove_the_files(tmp_path):
-    script = f"""
-import os, torch
-from hookline.probes.captured_state import CapturedState
-from hookline.probes.store import Store
-store = Store(max_states=1, policy="spill", folder={str(tmp_path)!r})
-for i in range(3):
-    store.add("p", CapturedState("m", output=torch.ones(2)))
-if os.fork() == 0:
-    store.close()
-    os._exit(0)
-os.wait()
-print(len(list(store.folder.iterdir())))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.strip() == "2", done.stderr
-    assert list(tmp_path.iterdir()) == []  # gone with the process
-
-
-def test_spilled_states_can_be_read_one_at_a_time(tmp_path):
-    with Store(max_states=1, policy="spill", folder=tmp_path) as store:
-        for i in range(4):
-            store.add("p", state(i))
-        seen = []
-        for s in store.iter_states("p"):
-            seen.append(s.step)
-            if len(seen) == 2:
-                store.clear()  # what is gone is passed over
-        assert seen == [0, 1]
 
 
 # -- amending
@@ -973,36 +647,10 @@ def test_a_gradient_that_does_not_fit_is_an_error_where_that_is_the_policy():
     assert store.nbytes == 2 * KB
 
 
-def test_the_gradient_of_a_spilled_state_goes_to_disk_too(tmp_path):
-    with Store(memory_limit=2 * KB, policy="spill", folder=tmp_path) as store:
-        keys = [store.add("p", state(i)) for i in range(3)]
-        assert store.add_fields(keys[0], gradient=tensor(1, 5))
-        assert len(files(tmp_path)) == 1
-        first = store.states("p")[0]
-        assert (first.output[0], first.gradient[0]) == (0, 5)
-        assert store.add_fields(keys[1], gradient=tensor(4, 6))  # too large for memory as a whole
-        assert store.states("p")[1].gradient[0] == 6
-        assert store.counts("p") == Counts(captured=3, kept=1, spilled=2)
-        assert not store.add_fields(keys[0], gradient=torch.eye(2).to_sparse())
-        assert store.states("p")[0].gradient[0] == 5  # as it was
-        assert not store.add_fields(99, gradient=None)
-
-
 def test_only_contents_can_be_amended():
     store = Store()
     with pytest.raises(TypeError, match=r"'step'.*'gradient'"):
         store.add_fields(store.add("p", state(0)), step=3)
-
-
-def test_gradients_count_when_a_sample_chooses_who_gives_up():
-    store = Store(memory_limit=7 * KB, policy="sample")
-    keys = [store.add("p", state(i)) for i in range(2)]
-    for i in range(3):
-        store.add("q", state(i))
-    for key in keys:
-        store.add_fields(key, gradient=tensor(1))
-    store.add("r", state(0))  # p has 4 of 7, q has 3
-    assert [store.counts(probe).kept for probe in "pqr"] == [1, 3, 1]
 
 
 # -- options
@@ -1020,21 +668,19 @@ def test_a_policy_that_does_not_exist_is_an_error_with_the_nearest():
         Store(policy="drop-oldest")
 
 
-def test_a_folder_is_for_spilling_only(tmp_path):
-    with pytest.raises(ConfigError, match="policy='spill'"):
-        Store(folder=tmp_path)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="Cannot write to the folder"):
-        Store(policy="spill", folder=tmp_path / "file")
+@pytest.mark.parametrize("policy", ["sample", "spill"])
+def test_a_policy_that_was_removed_says_what_to_use_instead(policy):
+    with pytest.raises(ConfigError, match=f"policy is '{policy}'.*Use 'drop_oldest' or 'error'"):
+        Store(policy=policy)
+    with pytest.raises(ConfigError, match=f"'policy' is '{policy}'.*Use 'drop_oldest' or 'error'"):
+        Capture("0", policy=policy)
 
 
 # -- threads
 
 
-@pytest.mark.parametrize("policy", ["drop_oldest", "sample", "spill"])
-def test_threads_lose_and_mix_nothing(policy, tmp_path):
-    folder = tmp_path if policy == "spill" else None
-    with Store(memory_limit=16 * KB, policy=policy, folder=folder) as store:
+def test_threads_lose_and_mix_nothing():
+    with Store(memory_limit=16 * KB) as store:
         over, errors = [], []
 
         def capture(probe):
@@ -1062,7 +708,7 @@ def test_threads_lose_and_mix_nothing(policy, tmp_path):
         assert not any(over)
         for i in range(4):
             counts = store.counts(f"p{i}")
-            assert counts.captured == 60 == counts.kept + counts.spilled + counts.dropped
+            assert counts.captured == 60 == counts.kept + counts.dropped
             kept = steps(store, f"p{i}")
             assert kept == sorted(set(kept))
         assert store.nbytes == KB * store.counts().kept
@@ -1091,8 +737,8 @@ def exact(store):
     """The bytes of all that is in memory, counted anew."""
     seen = {}
     for states in store._probes.values():
-        for stored in states.memory.values():
-            for t in stored.state.tensors():
+        for kept, _ in states.stored.values():
+            for t in kept.tensors():
                 storage = t.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
     seen.pop(0, None)
@@ -1102,7 +748,7 @@ def exact(store):
 @settings(deadline=None, max_examples=150)
 @given(
     actions=ACTIONS,
-    policy=st.sampled_from(["drop_oldest", "sample", "spill", "error"]),
+    policy=st.sampled_from(["drop_oldest", "error"]),
     max_states=st.one_of(st.none(), st.integers(1, 5)),
     limit=st.one_of(st.none(), st.integers(1, 12)),
     interval=st.integers(1, 4),
@@ -1136,7 +782,7 @@ def test_limits_counts_and_order_hold_after_any_sequence(
                 for probe in [args[0]] if args[0] else list(expected):
                     if probe in expected:
                         counts = store.counts(probe)
-                        expected[probe]["cleared"] += counts.kept + counts.spilled
+                        expected[probe]["cleared"] += counts.kept
                 store.clear(args[0])
             else:
                 store.forget(args[0])
@@ -1149,14 +795,10 @@ def test_limits_counts_and_order_hold_after_any_sequence(
                 assert counts.captured == told["captured"]
                 assert counts.cleared == told["cleared"]
                 assert counts.captured == sum(counts) - counts.captured
-                assert counts.dropped == 0 or policy != "spill"
-                assert counts.spilled == 0 or policy == "spill"
                 if max_states is not None:
                     extra = 0 if policy == "error" else interval - 1
                     assert counts.kept <= max_states + extra
                 kept = steps(store, probe)
                 assert kept == sorted(set(kept))
-                assert len(kept) == counts.kept + counts.spilled
-            if policy == "spill":
-                assert len(files(store.folder)) == store.counts().spilled
+                assert len(kept) == counts.kept
     assert store.nbytes == 0

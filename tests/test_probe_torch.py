@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hookline.probes import Capture, HookManager
 from hookline.probes.call import Call
+from hookline.probes.capture import probe
 from hookline.probes.probe import Probe
-from hookline.probes.probe_context import probe
 
 
 class Block(nn.Module):

@@ -610,7 +610,7 @@ def test_updates_and_probes_work(tmp_path, plain):
     trainer = make_trainer(tmp_path, eval_strategy="epoch")
     hookline.attach(trainer, hooks=[capture, hookline.ClipNorm(max_norm=0.01)])
     trainer.train()
-    assert [state.step for state in capture.metadata("transformer.h.0.mlp")][:4] == [0, 0, 1, 1]
+    assert [state.step for state in capture.states("transformer.h.0.mlp")][:4] == [0, 0, 1, 1]
     assert capture.counts.captured == 16  # not those of validations
     assert not same(weights_of(trainer), weights_of(plain))
 

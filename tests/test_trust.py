@@ -13,9 +13,14 @@ from packages import install_package
 
 from hookline import ConfigError
 from hookline.config_files import FileError, load_training
-from hookline.config_files.default_trust import functional_names
-from hookline.config_files.project import find_import_folder, find_project, find_trusted_packages
-from hookline.config_files.trust import Trust, load_object
+from hookline.config_files.trust import (
+    Trust,
+    _functional_names,
+    find_import_folder,
+    find_project,
+    find_trusted_packages,
+    load_object,
+)
 
 # The functions of https://pytorch.org/docs/stable/nn.functional.html, in its order.
 DOCUMENTED = [
@@ -157,7 +162,7 @@ def test_documented_functions_may_be_named(tmp_path: Path, name: str) -> None:
 
 
 def test_other_names_in_the_module_of_functions_are_refused(tmp_path: Path) -> None:
-    others = set(vars(torch.nn.functional)) - functional_names()
+    others = set(vars(torch.nn.functional)) - _functional_names()
     assert {"has_torch_function", "boolean_dispatch", "handle_torch_function"} <= others
     for name in others:
         target = getattr(torch.nn.functional, name)
@@ -252,7 +257,7 @@ def test_of_all_names_in_torch_only_those_defined_there_are_trusted(tmp_path: Pa
             if not attribute.isidentifier() or problem(path, tmp_path) is not None:
                 continue
             trusted += 1
-            is_function = attribute in functional_names() or attribute.startswith("default_")
+            is_function = attribute in _functional_names() or attribute.startswith("default_")
             assert is_function or target.__module__.startswith(packages), path
             assert ".datapipes" not in str(target.__module__)
     assert trusted > 300

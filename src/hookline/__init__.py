@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from hookline.integrations.attach import attach as attach
     from hookline.integrations.bare_loop import LoadedCheckpoint as LoadedCheckpoint
     from hookline.integrations.bare_loop import Session as Session
-    from hookline.probes.probe_context import probe as probe
+    from hookline.probes.capture import probe as probe
     from hookline.probes.taps import tap as tap
     from hookline.report import Report as Report
     from hookline.report import make_report as make_report
@@ -171,7 +171,7 @@ _MODULES = {
     "hooks.optimization.time_limit": ("TimeLimit",),
     "integrations.attach": ("attach",),
     "integrations.bare_loop": ("LoadedCheckpoint", "Session"),
-    "probes.probe_context": ("probe",),
+    "probes.capture": ("probe",),
     "probes.taps": ("tap",),
     "report": ("Report", "make_report"),
     "runs": ("get_last_checkpoint", "open_run"),

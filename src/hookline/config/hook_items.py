@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hookline.arguments import show_value
+from hookline.arguments import read_items, show_value
 from hookline.config.hook_names import load_hook_class
 from hookline.config.trainer_config import HooksConfig
-from hookline.errors import ConfigError, HooklineError, nearest
+from hookline.errors import ArgumentError, ConfigError, HooklineError, nearest
 from hookline.hook import Hook
 from hookline.masking import mask_text
 from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options, mask_declared
@@ -193,17 +193,10 @@ def split_hooks(config: Any) -> tuple[Any, Any]:
 
 
 def _as_list(items: Any, place: str) -> list[Any]:
-    if items is None:
-        return []
-    if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
-        raise ConfigError(f"'{place}' is {show_value(items)}; expected a list of hooks.")
     try:
-        return list(items)
-    except Exception as error:  # such as a tensor without dimensions
-        raise ConfigError(
-            f"'{place}' is a {type(items).__name__} that cannot be read ({show_value(error)}); "
-            "expected a list of hooks."
-        ) from error
+        return [] if items is None else read_items(f"'{place}'", items, "a list of hooks")
+    except ArgumentError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _as_dict(mapping: Mapping[Any, Any], what: str) -> dict[Any, Any]:

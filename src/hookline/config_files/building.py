@@ -23,14 +23,18 @@ from hookline.config_files.config_tree import (
     format_key,
     format_value,
 )
-from hookline.config_files.config_validation import ResolvedObjects
 from hookline.config_files.file_model import (
     LoaderConfig,
     ObjectConfig,
     OptimizerConfig,
     TrainingConfig,
 )
-from hookline.config_files.object_specs import iterate_hooks, iterate_loaders, iterate_section
+from hookline.config_files.object_specs import (
+    ResolvedObjects,
+    iterate_hooks,
+    iterate_loaders,
+    iterate_section,
+)
 from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names

@@ -21,7 +21,6 @@ from hookline.trainer.trainer import Trainer
 
 __all__ = ["dry_run"]
 
-_VALIDATED = ("val/", "eval/")
 _MAX_MESSAGE = 4_000
 
 

@@ -1,5 +1,7 @@
 """The models of a config file: each section and key, its valid values and its meaning.
 
+`validate` compares a merged configuration with them; nothing is imported.
+
 Error messages, the JSON schema and the reference page are derived from these models.
 
     seed: 0
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -29,17 +32,28 @@ from pydantic import (
     GetJsonSchemaHandler,
     NonNegativeInt,
     Tag,
+    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from hookline.config.config_model import Config
+from hookline.config.config_model import UNKNOWN_FIELD_ERRORS, Config, describe_fields
 from hookline.config.trainer_config import TrainerConfig
+from hookline.config_files.config_tree import (
+    MAX_PROBLEMS,
+    ConfigTree,
+    FileError,
+    Key,
+    Problem,
+    format_key,
+    format_name,
+    format_value,
+)
+from hookline.config_files.trust import VARIABLE
+from hookline.errors import nearest
 
 __all__ = [
-    "TAGS",
-    "TRACKER_NAME",
     "DataConfig",
     "GroupConfig",
     "HookConfig",
@@ -50,12 +64,13 @@ __all__ = [
     "SchedulerConfig",
     "TrackerConfig",
     "TrainingConfig",
+    "validate",
 ]
 
-TAGS = ("(one)", "(list)", "(named)")
+_TAGS = ("(one)", "(list)", "(named)")
 """The names of a section's forms, which pydantic puts into the path of an error."""
 
-TRACKER_NAME = r"^[\w-]+$"
+_TRACKER_NAME = r"^[\w-]+$"
 _PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
 
 
@@ -235,7 +250,7 @@ class TrackerConfig(StringShorthand):
     shorthand_key = "name"
 
     name: str = Field(
-        pattern=TRACKER_NAME,
+        pattern=_TRACKER_NAME,
         description="`tensorboard`, `wandb`, `mlflow`, `trackio`, or a tracker of an installed "
         "package",
     )
@@ -302,3 +317,96 @@ class TrainingConfig(Config):
         default=[],
         description="a list of hooks, or hooks by kind: `loop`, `forward`, `update`, `probes`",
     )
+
+
+# -- validation ------------------------------------------------------------------------------------
+
+
+_OPEN_SECTIONS = ("init_args", "loader", "hparams")  # mappings with keys of any name
+_TRUST_IN_FILE = (
+    "A config file does not decide which packages are trusted. Pass `--trust PACKAGE`, set "
+    f"{VARIABLE}=PACKAGE, or set `trust` under `[tool.hookline]` in the project's pyproject.toml; "
+    "from Python, call load_training(…, trust=[…])."
+)
+
+
+def validate(tree: ConfigTree) -> TrainingConfig:
+    """Return the configuration as a `TrainingConfig`.
+
+    Raises:
+        FileError: names every unknown, missing or invalid key.
+    """
+    if "trust" in tree.values:
+        raise FileError([tree.problem(("trust",), _TRUST_IN_FILE)])
+    try:
+        return TrainingConfig.model_validate(tree.values)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+    raise FileError([_describe(tree, dict(one)) for one in found[:MAX_PROBLEMS]], len(found))
+
+
+def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
+    path: Key = error["loc"]
+    key = tuple(part for part in path if part not in _TAGS)
+    if error["type"] in UNKNOWN_FIELD_ERRORS:
+        name, known = str(path[-1]), _fields_at(path[:-1])
+        hint = f" The keys here are: {', '.join(known)}." if known else ""
+        hint = _indentation_hint(tree, path, key) or f"{nearest(name, known)}{hint}"
+        return tree.problem(key, f"Unknown key '{format_name(name)}'.{hint}")
+    if error["type"] == "missing":
+        meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
+        file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
+        hint = f" Expected {meaning}." if meaning else ""
+        return Problem(file, line, format_key(key), f"The key is missing.{hint}")
+    return tree.problem(key, f"It is {format_value(error['input'], key)}. {_expectation(error)}.")
+
+
+def _indentation_hint(tree: ConfigTree, path: Key, key: Key) -> str:
+    """Return where an unknown key belongs, if it is a known key of another indentation."""
+    name = str(key[-1])
+    siblings: Any = tree.values
+    for part in key[:-1]:
+        siblings = siblings[part]
+    for above in takewhile(lambda sibling: sibling != name, siblings):
+        is_empty = siblings[above] is None
+        if is_empty and (above in _OPEN_SECTIONS or name in _fields_at((*path[:-1], above))):
+            return f" If it belongs to '{above}', which is empty, indent it below that key."
+    if len(key) > 1 and name in TrainingConfig.model_fields:
+        return f" If it is the section '{name}' of the file, do not indent it."
+    return ""
+
+
+def _expectation(error: dict[str, Any]) -> str:
+    context = error.get("ctx", {})
+    if error["type"] == "model_type":
+        is_union = context["class_name"] == HooksByKind.__name__
+        is_dashed = is_union and str(error["input"]).startswith("-")
+        hint = ", whose items have a space after the dash" if is_dashed else ""
+        hint = f" or a list{hint}" if is_union else ""
+        return f"Expected a mapping{hint}{_colon_hint(error['input'])}"
+    if error["type"] == "dict_type":
+        return f"Expected a mapping{_colon_hint(error['input'])}"
+    if error["type"] == "string_pattern_mismatch" and context["pattern"] == _TRACKER_NAME:
+        return "Expected the name of a tracker, one of Hookline's or of an installed package"
+    if error["type"] == "string_pattern_mismatch":
+        return "Expected a class path, `package.module.Name`"
+    if error["type"] == "value_error":  # raised by a validator of the models
+        return str(context["error"])
+    return str(error["msg"])
+
+
+def _colon_hint(value: Any) -> str:
+    """Return that a colon or its space is missing, if a value looks like a key and its value."""
+    words = value.split() if isinstance(value, str) else []
+    name, colon, rest = words[0].partition(":") if words else ("", "", "")
+    if name.isidentifier() and colon and rest:
+        return f". A space is missing after the colon: `{format_name(name)}: {format_name(rest)}`"
+    if len(words) < 2 or not words[0].isidentifier():
+        return ""
+    return f". A colon is missing: `{format_name(words[0])}: {format_name(words[1])}`"
+
+
+def _fields_at(path: Key) -> dict[str, str]:
+    if path[:2] == ("hooks", "(one)"):
+        return describe_fields(HooksByKind, path[2:])
+    return describe_fields(TrainingConfig, path)

@@ -1,4 +1,4 @@
-"""YAML, TOML and JSON files, parsed to the same plain values with the line of each key.
+"""YAML, TOML and JSON files, parsed to the same plain values; YAML and JSON with lines of keys.
 
 YAML follows the rules of version 1.2: `no` and `on` are strings, `1e-3` is a number, and a date is
 a string. In all three formats keys are strings, and a duplicate key is an error.
@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
@@ -18,27 +19,31 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from hookline.config_files.config_tree import FileError, Key, Problem, format_name, format_value
-from hookline.config_files.toml_lines import find_error_line, find_key_lines, has_deep_key
 from hookline.errors import listed, nearest
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "ParsedFile", "parse_file", "parse_value"]
+__all__ = ["MAX_DEPTH", "MAX_VALUES", "MIN_SIZE", "ParsedFile", "parse_file", "parse_value"]
 
 MAX_DEPTH = 40
 MAX_VALUES = 20_000  # a second to parse; YAML aliases can multiply values until memory is full
+MIN_SIZE = 4096
+"""The bytes that a smaller file counts as: a few files can include each other very often."""
 _MAX_BITS = 3_322  # of an integer: 1,000 digits
 _TOO_DEEP = f"Values are nested more than {MAX_DEPTH} levels deep."
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_TOML_PART = r"""(?:[\w-]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|'[^'\n]*+')"""
+_DEEP_TOML_KEY = re.compile(
+    rf"(?<![\w-]){_TOML_PART}(?:[ \t]*+\.[ \t]*+{_TOML_PART}){{{MAX_DEPTH}}}"
+)
 
 
 @dataclass
 class ParsedFile:
-    """The values of a file, the line of each key, the number of values, and the bytes."""
+    """The values of a file, the line of each key (None in TOML), and the number of bytes."""
 
     values: Any
-    lines: dict[Key, int] = field(default_factory=dict[Key, int])
-    count: int = 0
+    lines: dict[Key, int | None] = field(default_factory=dict[Key, int | None])
     size: int = 0
 
 
@@ -54,7 +59,6 @@ def parse_file(
     path: Path,
     name: str | None = None,
     max_bytes: int | None = None,
-    max_values: int = MAX_VALUES,
     target: Path | None = None,
 ) -> ParsedFile:
     """Return the values of a file, which are a mapping.
@@ -63,7 +67,6 @@ def parse_file(
         path: the file.
         name: its name in messages.
         max_bytes: how large it may be; by default as `file_limits.config_bytes` allows.
-        max_values: how many values it may have.
         target: the file that the path is a link to, if the link may be followed.
 
     Raises:
@@ -74,7 +77,7 @@ def parse_file(
         parse = _parser(path)
         max_bytes = file_limits.config_bytes if max_bytes is None else max_bytes
         contents = _read(path if target is None else target, max_bytes)
-        parsed = parse(_decode(contents), max_values)
+        parsed = parse(_decode(contents))
         if parsed.values is None:
             parsed.values = {}  # an empty file
         if not isinstance(parsed.values, dict):
@@ -99,7 +102,7 @@ def parse_value(text: str) -> Any:
         raise ValueError(error.text) from None
 
 
-def _parser(path: Path) -> Callable[[str, int], ParsedFile]:
+def _parser(path: Path) -> Callable[[str], ParsedFile]:
     parsers = {
         ".yaml": _parse_yaml,
         ".yml": _parse_yaml,
@@ -127,8 +130,8 @@ def _read(path: Path, max_bytes: int) -> bytes:
     if len(contents) > max_bytes:
         limit = file_limits.config_bytes
         raise _ParseError(
-            f"The file, with those that it is included by and with, has more than {limit:,} bytes. "
-            "hookline.file_limits.config_bytes allows more."
+            f"The file, with those that it is included by and with, has more than {limit:,} bytes "
+            f"(each counts as {MIN_SIZE:,} or more). hookline.file_limits.config_bytes allows more."
         )
     return contents
 
@@ -152,9 +155,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - as PyYAML declares it
 
-    def __init__(self, text: str, max_values: int) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._nodes_left = 2 * max_values + 1  # keys are nodes, too
+        self._nodes_left = 2 * MAX_VALUES + 1  # keys are nodes, too
         self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -183,14 +186,14 @@ for _tag, _pattern in {
     )
 
 
-def _parse_yaml(text: str, max_values: int = MAX_VALUES) -> ParsedFile:
+def _parse_yaml(text: str) -> ParsedFile:
     try:
-        loader = _Loader(text, max_values)
+        loader = _Loader(text)
         try:
             root = loader.get_single_node()
-            constructor = _YamlConstructor(max_values)
+            constructor = _YamlConstructor()
             values = None if root is None else constructor.construct(root, ())
-            return ParsedFile(values, constructor.lines, max_values - constructor.values_left)
+            return ParsedFile(values, constructor.lines)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
@@ -278,10 +281,10 @@ def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
 class _YamlConstructor:
     """Constructs plain values from YAML nodes, and collects the lines of keys."""
 
-    def __init__(self, max_values: int) -> None:
+    def __init__(self) -> None:
         self._pairs: dict[int, dict[str, tuple[Any, Any]] | None] = {}
-        self.values_left = max_values
-        self.lines: dict[Key, int] = {}
+        self._values_left = MAX_VALUES
+        self.lines: dict[Key, int | None] = {}
 
     def construct(self, node: Any, key: Key) -> Any:
         line = node.start_mark.line + 1
@@ -298,8 +301,8 @@ class _YamlConstructor:
         raise _unknown_tag(node, key)
 
     def _count(self, line: int) -> None:
-        self.values_left -= 1
-        if self.values_left < 0:
+        self._values_left -= 1
+        if self._values_left < 0:
             raise _too_many(line)
 
     def _mapping(self, node: Any, key: Key) -> dict[str, Any]:
@@ -379,20 +382,19 @@ def _unknown_tag(node: Any, key: Key) -> _ParseError:
 # -- JSON -----------------------------------------------------------------------------------------
 
 
-def _parse_json(text: str, max_values: int) -> ParsedFile:
+def _parse_json(text: str) -> ParsedFile:
     try:
         loaded = json.loads(text, object_pairs_hook=_unique_pairs)
     except json.JSONDecodeError as error:
         raise _ParseError(f"Not valid JSON: {error.msg}.", error.lineno) from None
     except (RecursionError, ValueError) as error:
         raise _ParseError(f"Not valid JSON: {error}.") from None
-    values, count = _to_plain(loaded, max_values)
-    try:
-        # YAML includes JSON, apart from tabs, which JSON does not allow within strings.
-        lines = _parse_yaml(text.replace("\t", " "), max_values).lines
-    except _ParseError:  # rare characters that only JSON allows: no lines
-        lines = {}
-    return ParsedFile(values, lines, count)
+    parsed = _to_plain(loaded)
+    # YAML includes JSON, apart from tabs, which JSON does not allow within strings, and from rare
+    # characters that only JSON allows: then there are no lines.
+    with suppress(_ParseError):
+        parsed.lines = _parse_yaml(text.replace("\t", " ")).lines
+    return parsed
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -407,43 +409,35 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # -- TOML -----------------------------------------------------------------------------------------
 
 
-def _parse_toml(text: str, max_values: int) -> ParsedFile:
-    if has_deep_key(text, MAX_DEPTH):
+def _parse_toml(text: str) -> ParsedFile:
+    # `tomllib` takes minutes for a key of many parts.
+    if text.count(".") >= MAX_DEPTH and _DEEP_TOML_KEY.search(text):
         raise _ParseError(_TOO_DEEP)
     try:
-        loaded = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        line = find_error_line(text, error)
-        raise _ParseError(f"Not valid TOML: {error}.", line) from None
-    except (RecursionError, ValueError) as error:
+        return _to_plain(tomllib.loads(text))
+    except (RecursionError, ValueError) as error:  # a syntax error's message has the line
         raise _ParseError(f"Not valid TOML: {error}.") from None
-    values, count = _to_plain(loaded, max_values)
-    return ParsedFile(values, find_key_lines(text), count)
 
 
-def _to_plain(value: Any, max_values: int) -> tuple[Any, int]:
-    """Return values as all formats have them, and their number.
+def _to_plain(value: Any) -> ParsedFile:
+    """Return values as all formats have them: TOML's dates and times become strings."""
+    keys: dict[Key, int | None] = {}
 
-    TOML's dates and times become strings.
-    """
-    count = 0
-
-    def convert(value: Any, depth: int) -> Any:
-        nonlocal count
-        count += 1
-        if count > max_values:
+    def convert(value: Any, key: Key) -> Any:
+        keys[key] = None
+        if len(keys) > MAX_VALUES:
             raise _too_many()
-        if depth > MAX_DEPTH:
+        if len(key) > MAX_DEPTH:
             raise _ParseError(_TOO_DEEP)
         if isinstance(value, dict):
-            return {name: convert(inner, depth + 1) for name, inner in value.items()}
+            return {name: convert(inner, (*key, name)) for name, inner in value.items()}
         if isinstance(value, list):
-            return [convert(inner, depth + 1) for inner in value]
+            return [convert(inner, (*key, i)) for i, inner in enumerate(value)]
         if isinstance(value, int):
             return _check_integer(value)
         return value.isoformat() if isinstance(value, datetime | date | time) else value
 
-    return convert(value, 0), count
+    return ParsedFile(convert(value, ()), keys)
 
 
 def _check_integer(value: int) -> int:

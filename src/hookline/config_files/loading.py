@@ -19,14 +19,18 @@ from hookline.config_files.config_tree import (
     describe_result,
     format_key,
 )
-from hookline.config_files.config_validation import check_objects, validate
+from hookline.config_files.file_model import validate
 from hookline.config_files.merging import merge_files, parse_override
-from hookline.config_files.project import (
+from hookline.config_files.object_specs import check_objects
+from hookline.config_files.trust import (
+    Trust,
     find_import_folder,
     find_project,
     find_trusted_packages,
+    importable,
+    is_in,
+    load_object,
 )
-from hookline.config_files.trust import Trust, importable, is_in, load_object
 from hookline.errors import ConfigError, nearest
 from hookline.masking import mask_secrets, remember_secrets
 

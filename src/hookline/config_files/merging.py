@@ -19,40 +19,27 @@ from hookline.config_files.config_tree import (
     format_key,
     format_value,
 )
-from hookline.config_files.file_parsing import MAX_DEPTH, MAX_VALUES, parse_file, parse_value
+from hookline.config_files.file_parsing import MAX_DEPTH, MIN_SIZE, parse_file, parse_value
 from hookline.config_files.references import resolve_references, split_key
 from hookline.files.limits import file_limits
 from hookline.masking import remember_secrets
 
 __all__ = ["merge_files", "parse_override"]
 
-MAX_FILES = 100
 MAX_INCLUDE_DEPTH = 10
 _NULLS = ("null", "Null", "NULL", "~")
 
 
 @dataclass
 class _Includes:
-    """What the files of a configuration have in common.
+    """The limits and the environment of all files of a configuration."""
 
-    Attributes:
-        folders: the folders that files may be included from.
-        environment: the environment variables.
-        count: the number of files read so far.
-        bytes_left: how many bytes the remaining files may have together.
-        values_left: how many values they may have.
-    """
-
-    folders: tuple[Path, ...]
+    folders: tuple[Path, ...]  # that files may be included from
     environment: Mapping[str, str]
-    count: int = 0
-    bytes_left: int = field(default_factory=lambda: file_limits.config_bytes)
-    values_left: int = MAX_VALUES
+    bytes_left: int = field(default_factory=lambda: file_limits.config_bytes)  # for further files
 
     def find_problem(self, path: Path, depth: int) -> str | None:
         """Return why a file is not included, or None if it may be."""
-        if self.count > MAX_FILES:
-            return f"The configuration includes more than {MAX_FILES} files."
         if depth > MAX_INCLUDE_DEPTH:
             return f"Files include each other in more than {MAX_INCLUDE_DEPTH} levels."
         folder = path.parent.resolve()
@@ -113,24 +100,18 @@ def _merge_includes(
 ) -> ConfigTree:
     """Return a file, called `name` in messages, merged over the files it includes.
 
-    Args:
-        path: the file.
-        name: its name in messages.
-        includes: what the files have in common.
-        including: the files that lead to it.
-        target: the file to read, if the path is a link that may be followed.
+    `including` are the files that lead to it; `target` is the file to read, if the path is a link
+    that may be followed.
     """
     place = path.parent.resolve() / path.name
     if place in including:
         chain = " includes ".join(file.name for file in (*including, place))
         raise FileError([Problem(name, None, "include", f"Files include each other: {chain}.")])
-    includes.count += 1
     reason = includes.find_problem(path, len(including))
     if reason is not None:
         raise FileError([Problem(name, None, "", reason)])
-    parsed = parse_file(place, name, includes.bytes_left, includes.values_left, target)
-    includes.bytes_left -= parsed.size
-    includes.values_left -= parsed.count
+    parsed = parse_file(place, name, includes.bytes_left, target)
+    includes.bytes_left -= max(parsed.size, MIN_SIZE)
     own = ConfigTree(name, parsed.values, {key: (name, line) for key, line in parsed.lines.items()})
     merged = ConfigTree(name, {}, {})
     problems = ProblemList()

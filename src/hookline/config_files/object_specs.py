@@ -1,14 +1,20 @@
-"""The objects named by a configuration: the key of each, and the arguments it is called with."""
+"""The objects named by a configuration: the key of each, and the arguments it is called with.
+
+`check_objects` imports what class paths name, and compares arguments with signatures; nothing is
+called.
+"""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
-from hookline.config.hook_items import SECTIONS
+from hookline.config.hook_items import SECTIONS, HookItem
+from hookline.config.hook_names import find_hook
 from hookline.config_files.config_tree import (
     ConfigTree,
     Key,
@@ -17,25 +23,23 @@ from hookline.config_files.config_tree import (
     format_value,
 )
 from hookline.config_files.file_model import HookConfig, LoaderConfig, TrainingConfig
-from hookline.config_files.trust import load_object
-from hookline.errors import nearest
-from hookline.options import Option
+from hookline.config_files.trust import Trust, load_object
+from hookline.errors import HooklineError, nearest
+from hookline.options import Option, OptionsError
 
 __all__ = [
-    "ObjectSpec",
-    "contains_object",
-    "find_argument_problems",
+    "ResolvedObjects",
+    "check_objects",
     "iterate_hooks",
     "iterate_loaders",
     "iterate_section",
-    "iterate_specs",
 ]
 
 _KEYS = ("class_path", "init_args", "call")
 
 
 @dataclass(frozen=True)
-class ObjectSpec:
+class _ObjectSpec:
     """One object of a configuration.
 
     Attributes:
@@ -55,22 +59,22 @@ class ObjectSpec:
     is_reference: bool = False
 
 
-def iterate_specs(
+def _iterate_specs(
     config: TrainingConfig, tree: ConfigTree, problems: ProblemList
-) -> Iterator[ObjectSpec]:
+) -> Iterator[_ObjectSpec]:
     """Yield every object, including objects within objects; add malformed ones to `problems`."""
     for name in ("model", "optimizer", "scheduler", "loss_fn", "step_fn", "tokens_fn"):
         positional = 1 if name in ("optimizer", "scheduler") else 0
         for key, section in iterate_section(config, name):
             path, args = section.class_path, section.init_args
-            yield ObjectSpec(key, path, args, positional, is_called=not name.endswith("_fn"))
+            yield _ObjectSpec(key, path, args, positional, is_called=not name.endswith("_fn"))
             yield from _specs_within(args, (*key, "init_args"), tree, problems)
     for split in ("train", "val"):
         for key, _, data in iterate_loaders(config, split):
-            yield ObjectSpec(key, data.class_path, data.init_args)
+            yield _ObjectSpec(key, data.class_path, data.init_args)
             yield from _specs_within(data.init_args, (*key, "init_args"), tree, problems)
             if data.loader is not None:
-                yield ObjectSpec((*key, "loader"), "torch.utils.data.DataLoader", data.loader, 1)
+                yield _ObjectSpec((*key, "loader"), "torch.utils.data.DataLoader", data.loader, 1)
                 yield from _specs_within(data.loader, (*key, "loader"), tree, problems)
     for key, value in _options(config):
         yield from _specs_within(value, key, tree, problems)
@@ -121,7 +125,7 @@ def iterate_hooks(config: TrainingConfig) -> Iterator[tuple[Key, str | None, Hoo
 
 def _specs_within(
     value: Any, key: Key, tree: ConfigTree, problems: ProblemList
-) -> Iterator[ObjectSpec]:
+) -> Iterator[_ObjectSpec]:
     """Yield the objects within a value."""
     if isinstance(value, list):
         for i, inner in enumerate(value):
@@ -136,7 +140,7 @@ def _specs_within(
 
 def _spec_of(
     value: Mapping[str, Any], key: Key, tree: ConfigTree, problems: ProblemList
-) -> Iterator[ObjectSpec]:
+) -> Iterator[_ObjectSpec]:
     known_problems = len(problems)
     for name in value:
         if name not in _KEYS:
@@ -157,7 +161,7 @@ def _spec_of(
         text = "With `call: false` nothing is called. Remove the arguments."
         problems.append(tree.problem((*key, "init_args"), text))
     if len(problems) == known_problems:
-        yield ObjectSpec(key, path, args, is_called=call, is_reference=not call)
+        yield _ObjectSpec(key, path, args, is_called=call, is_reference=not call)
         yield from _specs_within(args, (*key, "init_args"), tree, problems)
 
 
@@ -168,8 +172,8 @@ def _is_path(text: str) -> bool:
 # -- arguments ------------------------------------------------------------------------------------
 
 
-def find_argument_problems(
-    spec: ObjectSpec, target: Any, tree: ConfigTree, problems: ProblemList
+def _find_argument_problems(
+    spec: _ObjectSpec, target: Any, tree: ConfigTree, problems: ProblemList
 ) -> None:
     """Add the arguments that do not match the signature of a class or function."""
     try:
@@ -215,7 +219,7 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
     A class that is passed on, with `call: false`, is compared with the annotation itself.
     """
     is_class = isinstance(value, Mapping) and value.get("call") is False
-    if (contains_object(value) and not is_class) or value == parameter.default:
+    if (_contains_object(value) and not is_class) or value == parameter.default:
         return None
     try:
         if is_class:
@@ -250,10 +254,143 @@ def _read_hint(target: Any, name: str) -> Any:
     return get_type_hints(one, getattr(function, "__globals__", {}), include_extras=True)[name]
 
 
-def contains_object(value: Any) -> bool:
+def _contains_object(value: Any) -> bool:
     """Return whether a value is or contains an object that has to be created first."""
     if isinstance(value, list):
-        return any(contains_object(inner) for inner in value)
+        return any(_contains_object(inner) for inner in value)
     if isinstance(value, Mapping):
-        return "class_path" in value or any(contains_object(inner) for inner in value.values())
+        return "class_path" in value or any(_contains_object(inner) for inner in value.values())
     return False
+
+
+# -- checking --------------------------------------------------------------------------------------
+
+
+@dataclass
+class ResolvedObjects:
+    """The objects named by a configuration, imported and checked.
+
+    Attributes:
+        targets: the class or function of each class path.
+        hooks: the checked hooks, by key. A hook with objects among its options is not included,
+            because its options can only be checked when the objects have been created.
+    """
+
+    targets: dict[str, Any] = field(default_factory=dict[str, Any])
+    hooks: dict[Key, HookItem] = field(default_factory=dict[Key, HookItem])
+
+
+def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> ResolvedObjects:
+    """Import every class that is named, and compare arguments with signatures.
+
+    Modules are imported only if all class paths are trusted.
+
+    Raises:
+        FileError: names everything that is not trusted, not found, or does not match.
+    """
+    return _ObjectChecker(config, tree, trust).check()
+
+
+class _ObjectChecker:
+    def __init__(self, config: TrainingConfig, tree: ConfigTree, trust: Trust) -> None:
+        self._config, self._tree, self._trust = config, tree, trust
+        self._problems = ProblemList()
+        self._resolved = ResolvedObjects()
+
+    def check(self) -> ResolvedObjects:
+        specs = list(_iterate_specs(self._config, self._tree, self._problems))
+        hook_paths = list(self._hook_paths())
+        for key, path in [*((_path_key(spec), spec.path) for spec in specs), *hook_paths]:
+            self._add_problem(key, self._trust.find_problem(path))
+        self._problems.raise_any()
+        for spec in specs:
+            self._resolve(_path_key(spec), spec.path)
+            if spec.path in self._resolved.targets and not spec.is_reference:
+                target = self._resolved.targets[spec.path]
+                _find_argument_problems(spec, target, self._tree, self._problems)
+        for key, path in hook_paths:
+            self._resolve(key, path)
+        for hook_key, kind, hook in iterate_hooks(self._config):
+            self._check_hook(hook_key, kind, hook)
+        self._check_consistency()
+        self._problems.raise_any()
+        return self._resolved
+
+    def _add_problem(self, key: Key, text: str | None) -> None:
+        if text is not None:
+            self._problems.append(self._tree.problem(key, text))
+
+    def _resolve(self, key: Key, path: str) -> None:
+        """Import the class or function of a class path."""
+        if path in self._resolved.targets:
+            return
+        try:
+            target = load_object(path)
+        except LookupError as error:
+            self._add_problem(key, f"'{path}': {error}")
+            return
+        problem = self._trust.find_problem(path) or self._trust.find_target_problem(path, target)
+        self._add_problem(key, problem)
+        if problem is None:
+            self._resolved.targets[path] = target
+
+    def _hook_paths(self) -> Iterator[tuple[Key, str]]:
+        """Yield the class path of every hook, including those of the section `trainer`."""
+        names: list[tuple[Key, str]] = []
+        for key, _, hook in iterate_hooks(self._config):
+            given_as = "name" if hook.class_path is None else "class_path"
+            names.append(((*key, given_as), str(getattr(hook, given_as))))
+        for i, name in enumerate(self._config.trainer.hooks.hook_classes):
+            names.append((("trainer", "hooks", "hook_classes", i), name))
+        for key, name in names:
+            try:
+                yield key, find_hook(name).path
+            except HooklineError as error:
+                self._add_problem(key, str(error))
+
+    def _check_hook(self, key: Key, kind: str | None, hook: HookConfig) -> None:
+        """Load a hook's class and check its options."""
+        item = hook.item()
+        has_objects = _contains_object(item)
+        try:
+            checked = HookItem.read(item, kind, check_values=not has_objects)
+            if not has_objects:
+                self._resolved.hooks[key] = checked
+        except OptionsError as error:
+            for problem in error.problems:
+                is_inside = problem.option in (hook.init_args or {})
+                option_key = (*key, *(["init_args"] if is_inside else []), problem.option)
+                self._add_problem(option_key, f"{error.class_name}: {problem.text}")
+        except (HooklineError, ValueError, TypeError) as error:
+            self._add_problem(key, str(error))
+
+    def _check_consistency(self) -> None:
+        """Compare sections that depend on each other."""
+        config = self._config
+        if config.loss_fn is not None and config.step_fn is not None:
+            text = "`loss_fn` is given, too, and would not be called. Keep one of them."
+            self._add_problem(("step_fn",), text)
+        trainer_seed = config.trainer.seed
+        if None not in (config.seed, trainer_seed) and trainer_seed != config.seed:
+            text = f"It is {trainer_seed}, but `seed` is {config.seed}. Keep one of them."
+            self._add_problem(("trainer", "seed"), text)
+        optimizers = len(list(iterate_section(config, "optimizer")))
+        for key, optimizer in iterate_section(config, "optimizer"):
+            self._check_rate((*key, "init_args"), optimizer.init_args)
+            for i, group in enumerate(optimizer.groups):
+                self._check_rate((*key, "groups", i), group.model_extra or {})
+        for key, scheduler in iterate_section(config, "scheduler"):
+            if scheduler.optimizer >= optimizers:
+                count = f"there are {optimizers} optimizers, counted from 0"
+                text = f"It is {scheduler.optimizer}, but {count}."
+                self._add_problem((*key, "optimizer"), text)
+
+    def _check_rate(self, key: Key, options: Mapping[str, Any]) -> None:
+        lr: Any = options.get("lr")
+        if type(lr) in (int, float) and not 0 <= lr < math.inf:
+            text = f"It is {format_value(lr)}. Expected a learning rate of 0 or more."
+            self._add_problem((*key, "lr"), text)
+
+
+def _path_key(spec: _ObjectSpec) -> Key:
+    return spec.key if spec.key[-1] == "loader" else (*spec.key, "class_path")

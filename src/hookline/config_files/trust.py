@@ -1,11 +1,21 @@
-"""Trust in class paths: what a config file may name, because naming it runs its code."""
+"""Trust in class paths: what a config file may name, because naming it runs its code.
+
+The modules of the project are trusted, the packages that its user names, and of torch and Hookline
+the parts that run no foreign code. The project is that of the current working directory, not of the
+config file: a file from elsewhere decides neither which modules nor which packages are trusted.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import stat
 import sys
 import sysconfig
-from collections.abc import Generator, Iterable
+import tomllib
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -15,13 +25,39 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from hookline.config.hook_names import packaged_hooks
-from hookline.config_files.default_trust import DESCRIPTION, is_default_path, is_default_target
-from hookline.config_files.project import VARIABLE
-from hookline.errors import nearest
+from hookline.errors import ConfigError, nearest
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import read_regular_file
+from hookline.hook import Hook
 from hookline.printable import printable
 
-__all__ = ["Trust", "importable", "load_object"]
+__all__ = [
+    "VARIABLE",
+    "Trust",
+    "find_import_folder",
+    "find_project",
+    "find_trusted_packages",
+    "importable",
+    "is_in",
+    "load_object",
+]
 
+VARIABLE = "HOOKLINE_TRUST"
+_SETTINGS = "pyproject.toml"
+_PACKAGE = re.compile(r"\*|[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+_DEFAULT = (
+    "public classes of torch.nn, torch.optim and torch.utils.data, functions of "
+    "torch.nn.functional, and Hookline's hooks, probes and updates"
+)
+_TORCH = ("torch.nn", "torch.optim", "torch.utils.data")
+_EXCLUDED = (
+    "torch.utils.data.datapipes",  # deprecated; some open files or unpickle
+    "torch.nn.cpp",  # wrappers that return any attribute of any object
+)
+_FUNCTIONAL = "torch.nn.functional"
+_FUNCTIONS = ("torch.utils.data.default_collate", "torch.utils.data.default_convert")
+_HOOKS = ("hookline.hooks", "hookline.probes", "hookline.updates")
+_FUNCTIONAL_SOURCES = (_FUNCTIONAL, "torch", "torch._C._nn")  # some forty are written in C++
 _DEFINED_IN_MODULES = (type, FunctionType, BuiltinFunctionType, MethodType)
 _projects: set[Path] = set()  # the folders that this process imported modules from
 
@@ -60,7 +96,7 @@ class Trust:
         top = parts[0]
         if self._trusts(path) or self._is_in_project(top) or path in _plug_ins():
             return None
-        if is_default_path(path):
+        if _is_default_path(path):
             return None
         foreign = self._foreign_folder
         if foreign is not None and PathFinder.find_spec(top, [str(foreign)]) is not None:
@@ -91,11 +127,11 @@ class Trust:
                 return None
             if self._trusts(module) or self._is_in_project(module.partition(".")[0]):
                 return None
-            if is_default_path(f"{module}.{target.__qualname__}"):
+            if _is_default_path(f"{module}.{target.__qualname__}"):
                 return None
             text = f"'{path}' is defined in '{module}', which is not trusted."
             return f"{text} {self._advise(module)}"
-        if is_default_path(path) and is_default_target(path, target, _load(path)[0]):
+        if _is_default_path(path) and _is_default_target(path, target, _load(path)[0]):
             return None
         return f"'{path}' is not trusted. {self._advise(path)}"
 
@@ -112,7 +148,7 @@ class Trust:
         top = path.partition(".")[0]
         name = printable(path if top in ("torch", "hookline") else top, 80)
         return (
-            f"A file may name modules of the project ({self.project}), {DESCRIPTION}. If you trust "
+            f"A file may name modules of the project ({self.project}), {_DEFAULT}. If you trust "
             f"'{name}', pass `--trust {name}`, set {VARIABLE}={name}, or add it to the project's "
             f'pyproject.toml: `[tool.hookline]`, `trust = ["{name}"]`.'
         )
@@ -121,6 +157,170 @@ class Trust:
 def _plug_ins() -> set[str]:
     """Return the class paths of the hooks of installed packages."""
     return {hook.path for hook in packaged_hooks()}
+
+
+# -- torch and Hookline ----------------------------------------------------------------------------
+
+
+def _is_default_path(path: str) -> bool:
+    """Return whether a path leads to a part of torch or Hookline that may be imported.
+
+    All of torch would be too much: `torch.load` unpickles, `torch.hub.load` runs a repository, and
+    `torch.utils.collect_env.run` runs a command.
+    """
+    if any(part.startswith("_") for part in path.split(".")):
+        return False
+    if path.startswith("hookline."):
+        return path.count(".") == 1 or _is_within(path, _HOOKS)
+    return _is_within(path, _TORCH) and not _is_within(path, _EXCLUDED)
+
+
+def _is_default_target(path: str, target: Any, owner: Any) -> bool:
+    """Return whether every config file may name this object.
+
+    Args:
+        path: its path, for which `_is_default_path` is True.
+        target: the object.
+        owner: the module or class that it was found in.
+    """
+    if path.startswith("hookline."):
+        return isinstance(target, type) and issubclass(target, Hook) and _is_defined(target, _HOOKS)
+    if path.rpartition(".")[0] == _FUNCTIONAL and not isinstance(target, type):
+        return path.rpartition(".")[2] in _functional_names()
+    if isinstance(target, type):
+        return _is_public_class(target)
+    if isinstance(owner, type):
+        return _is_public_class(owner) and _is_class_method(target) and _is_defined(target, _TORCH)
+    return path in _FUNCTIONS
+
+
+@cache
+def _functional_names() -> frozenset[str]:
+    """Return the names of the documented functions of `torch.nn.functional`."""
+    from torch.nn import functional
+
+    return frozenset(
+        name
+        for name, function in vars(functional).items()
+        if not name.startswith("_")
+        and isinstance(function, FunctionType | BuiltinFunctionType)
+        and function.__module__ in _FUNCTIONAL_SOURCES
+        and function.__doc__
+    )
+
+
+def _is_class_method(target: Any) -> bool:
+    """Return whether this is a class method, such as `Embedding.from_pretrained`.
+
+    Any other method would be called with a `self` that the file chooses: `ParameterDict.get` would
+    return any item of anything, such as the globals of a function.
+    """
+    return isinstance(target, MethodType) and isinstance(target.__self__, type)
+
+
+def _is_public_class(target: type) -> bool:
+    return _is_defined(target, _TORCH) and not _is_defined(target, _EXCLUDED)
+
+
+def _is_defined(target: Any, packages: Iterable[str]) -> bool:
+    module = getattr(target, "__module__", None)
+    return isinstance(module, str) and _is_within(module, packages)
+
+
+def _is_within(path: str, packages: Iterable[str]) -> bool:
+    return any(path == one or path.startswith(f"{one}.") for one in packages)
+
+
+# -- the project -----------------------------------------------------------------------------------
+
+
+def find_project() -> Path:
+    """Return the folder of the project of the current working directory.
+
+    It is the nearest folder with a pyproject.toml, from the current working directory upwards, or
+    else the current working directory. A pyproject.toml in the home folder, or where everybody may
+    write, does not make a project of the folders below.
+    """
+    current = Path.cwd()
+    for folder in (current, *current.parents):
+        if folder != current and _is_shared(folder):
+            break
+        if (folder / _SETTINGS).is_file():
+            return folder
+    return current
+
+
+def find_import_folder(file: Path, project: Path) -> Path:
+    """Return the folder to import modules from: the config file's own, if it is in the project.
+
+    Otherwise it is the current working directory, or the project if that is elsewhere.
+    """
+    folder, current = file.resolve().parent, Path.cwd()
+    is_inside = project in folder.parents and not _is_shared(project)
+    if is_inside or folder in (project, current):
+        return folder
+    return current if project in (current, *current.parents) else project
+
+
+def find_trusted_packages(
+    given: Iterable[str], project: Path, environment: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """Return the packages that the caller, the environment and the project's settings trust.
+
+    Raises:
+        ConfigError: one of them is not the name of a package.
+    """
+    variables = os.environ if environment is None else environment
+    sources: dict[str, Any] = {
+        "trust": list(given),
+        f"The environment variable {VARIABLE}": [variables.get(VARIABLE, "")],
+        f"{project / _SETTINGS}: tool.hookline.trust": _read_settings(project / _SETTINGS),
+    }
+    found: dict[str, None] = {}
+    for source, names in sources.items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(
+                f"{source} is {printable(repr(names), 80)}. Expected a list of names."
+            )
+        for name in (part.strip() for text in names for part in text.split(",")):
+            if name and not _PACKAGE.fullmatch(name):
+                raise ConfigError(
+                    f"{source} has {printable(repr(name), 80)}. Expected the name of a package, "
+                    "such as 'torchvision'."
+                )
+            found |= {name: None} if name else {}
+    return tuple(found)
+
+
+def _read_settings(file: Path) -> Any:
+    """Return `tool.hookline.trust` of a pyproject.toml."""
+    if not file.is_file():
+        return []
+    try:
+        contents = read_regular_file(file.resolve(), file_limits.config_bytes)
+        settings: Any = tomllib.loads(contents.decode()).get("tool", {})
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read ({printable(error)}).") from None
+    for key, default in (("hookline", {}), ("trust", [])):
+        settings = settings.get(key, default) if isinstance(settings, dict) else settings
+    return settings
+
+
+def _is_shared(folder: Path) -> bool:
+    """Return whether a folder is likely to contain files of strangers.
+
+    It is the home folder, one above it, or one that everybody may write to.
+    """
+    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - never raises
+    try:
+        return (
+            folder == home or folder in home.parents or bool(folder.stat().st_mode & stat.S_IWOTH)
+        )
+    except OSError:
+        return True
+
+
+# -- importing -------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from hookline.probes.call import Call
-    from hookline.probes.capture import Calls, Capture, NotCapturedError
+    from hookline.probes.capture import Calls, Capture, NotCapturedError, ProbeResults
     from hookline.probes.captured_state import CapturedState
     from hookline.probes.debug_probe import Debug, DebugProbe, Finding
     from hookline.probes.edit import Edit
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from hookline.probes.hook_manager import HookManager, ProbeInfo, Probes
     from hookline.probes.monitor import Monitor
     from hookline.probes.probe import Probe
-    from hookline.probes.probe_context import ProbeResults
     from hookline.probes.store import Counts, Store, StoreFullError
     from hookline.probes.taps import tap
 
@@ -52,14 +51,13 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "call": ("Call",),
-        "capture": ("Calls", "Capture", "NotCapturedError"),
+        "capture": ("Calls", "Capture", "NotCapturedError", "ProbeResults"),
         "debug_probe": ("Debug", "DebugProbe", "Finding"),
         "edit": ("Edit",),
         "flow": ("Flow", "GradientFlow", "gradient_flow"),
         "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
         "monitor": ("Monitor",),
         "probe": ("Probe",),
-        "probe_context": ("ProbeResults",),
         "captured_state": ("CapturedState",),
         "store": ("Counts", "Store", "StoreFullError"),
         "taps": ("tap",),

@@ -24,39 +24,32 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import wraps
 from itertools import count
+from types import CodeType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from hookline.errors import ProbeError, RandomNumberError
+from hookline.errors import RandomNumberError, listed
 from hookline.interrupts import HeldInterrupts
-from hookline.probes.call import Call, ThreadLocal
-from hookline.probes.module_callback import (
-    ForwardCallback,
-    ModuleCallback,
-    arrange_sites,
-    register_receiver,
-    unregister_receiver,
-)
+from hookline.probes.call import Call, ForwardCallback, Site, ThreadLocal
 from hookline.probes.recomputation import has_gradients, is_recomputing, running_modules
 from hookline.probes.taps import Taps
-from hookline.probes.uncalled_modules import UncalledModules
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.observation import Observation
 
 if TYPE_CHECKING:
     from hookline.probes.probe import Probe
 
-__all__ = ["Attachment", "Site"]
+__all__ = ["Attachment"]
 
 log = logging.getLogger("hookline")
 
-_graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
 _in_transform = torch._C._are_functorch_transforms_active
+_WARNED: WeakSet[torch.nn.Module] = WeakSet()
+"""Models whose calls were not seen, as a warning has said: perhaps they were never called."""
 
 
 class Attachment:
@@ -86,15 +79,16 @@ class Attachment:
         self.context = context
         self.guard: Callable[..., Any] = guard or self.call_directly
         self.before, self.after = _check_observer(probe, "before"), _check_observer(probe, "after")
+        self._forward_start = _check_observer(probe, "forward_start")
+        self._forward_end = _check_observer(probe, "forward_end")
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")
         """Whether the probe is enabled, for compiled edits."""
-        self.taps = Taps(self, taps, lambda name: Site(self, name, None)) if taps else None
+        self.taps = Taps(self, taps) if taps else None
         self.local = ThreadLocal()
         self._forward_numbers = count(1)
         self._boundaries: list[ForwardCallback] = []
-        self._warned_transform = False
-        self.uncalled_modules = UncalledModules(self)
+        self._warned_transform = self._warned_uncalled = False
 
     def enable(self) -> None:
         """Let the probe see calls from now on; if that fails, the model is as before."""
@@ -147,7 +141,9 @@ class Attachment:
     def close(self) -> None:
         """Remove all hooks."""
         with HeldInterrupts():
-            self.uncalled_modules.warn_on_close()
+            outside = self.enabled and self.context is None
+            if outside and self.root is not None and self.root not in _WARNED:
+                self._warn_model_not_called(self._uncalled_modules())
             self.disable()
             for site in self.sites.values():
                 site.detach()
@@ -228,7 +224,7 @@ class Attachment:
         if self.taps is not None:
             self.taps.enter()
         if self.enabled and self.probe.wants_forward_start:
-            self.guard(_check_observer(self.probe, "forward_start"))
+            self.guard(self._forward_start)
 
     def _end(self, gradients: bool | None) -> None:
         state = self.local.state
@@ -246,9 +242,10 @@ class Attachment:
             self.taps.leave()
         if failed or not self.enabled:
             return
-        self.uncalled_modules.warn_after_forward()
+        if not self._warned_uncalled:
+            self._warn_uncalled()
         if self.probe.wants_forward_end:
-            self.guard(_check_observer(self.probe, "forward_end"))
+            self.guard(self._forward_end)
 
     @property
     def is_training(self) -> bool:
@@ -264,12 +261,6 @@ class Attachment:
         """The number of the forward that runs in this thread, from 1; None if there is none."""
         state = self.local.state
         return state.forward if state.depth else None
-
-    @property
-    def uncalled(self) -> list[str]:
-        """The modules and taps that no call was seen of."""
-        names = self.uncalled_modules.names()
-        return names + (self.taps.unmatched if self.taps is not None else [])
 
     def next_index(self, name: str) -> int:
         """Return how many calls of this name have ended in the outermost call, in this thread."""
@@ -306,169 +297,87 @@ class Attachment:
     def end_alone(self, module: torch.nn.Module | None) -> None:
         """Handle the end of a call outside of the model's own call."""
         if self.enabled and self.probe.wants_forward_end and self.is_alone(module):
-            self.guard(_check_observer(self.probe, "forward_end"))
+            self.guard(self._forward_end)
 
+    # -- modules that no call was seen of ---------------------------------------------------------
 
-@dataclass(eq=False, weakref_slot=True, slots=True)
-class Site:
-    """One module, or one tap, that a probe is attached to."""
+    @property
+    def uncalled(self) -> list[str]:
+        """The modules and taps that no call was seen of."""
+        return self._uncalled_modules() + (self.taps.unmatched if self.taps is not None else [])
 
-    attachment: Attachment
-    name: str
-    module: torch.nn.Module | None
-    enabled: bool = False
-    was_called: bool = False
-    compiled: bool = False
-    paired: bool = False  # whether `before` sees the calls, too
-    place: int = 0  # among the hooks of its module: the key of its first hook, 0 before that
-    handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+    def _uncalled_modules(self) -> list[str]:
+        uncalled = [site for site in self.sites.values() if not site.was_called]
+        if len(uncalled) < len(self.sites):
+            # A ModuleList has no forward and is never called: it was selected along with others.
+            uncalled = [site for site in uncalled if _has_forward(site.module)]
+        return [site.name for site in uncalled]
 
-    def attach(self) -> None:
-        """Register hooks on the module."""
-        register_receiver(self)
-        module, probe = self.module, self.attachment.probe
-        assert module is not None
-        self.paired = probe.wants_before
-        if probe.wants_before or probe.wants_input:
-            callback = ModuleCallback(self, before=True)
-            self.handles.append(module.register_forward_pre_hook(callback, with_kwargs=True))
-        callback = ModuleCallback(self, before=False)
-        handle = module.register_forward_hook(callback, with_kwargs=True, always_call=self.paired)
-        self.handles.append(handle)
-        hide_hooks(module)
-        if self.place:
-            arrange_sites([self])
-        else:
-            self.place = handle.id
+    def _warn_uncalled(self) -> None:
+        """Warn at the end of the model's first forward."""
+        self._warned_uncalled = True
+        template = "The probe '%s' saw no %s %s in the model's first forward. %s"
+        if uncalled := self._uncalled_modules():
+            cause = self.explain_uncalled(uncalled)
+            log.warning(template, self.probe.probe_name, "call of", listed(uncalled), cause)
+        if self.taps is not None and (unmatched := self.taps.unmatched):
+            names = listed(unmatched)
+            log.warning(template, self.probe.probe_name, "value named", names, self.taps.hint())
 
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
-        if self.module is not None:
-            unhide_hooks(self.module)
-        self.handles = []
-        unregister_receiver(self)
+    def warn_after_step(self) -> None:
+        """Warn at the end of a step of training in which the model's own call was not seen."""
+        self._warn_model_not_called(self.uncalled)
 
-    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle the start of a call."""
-        recomputed = _graph_task_id() != -1
-        attachment = self.attachment
-        if _in_transform() and attachment.must_stand_aside(self.name):
-            return None
-        probe = attachment.probe
-        if recomputed and not (probe.edits or probe.wants_recomputed):
-            return None
-        name, state = self.name, attachment.local.state
-        index = 0 if recomputed else attachment.next_index(name)
-        # A copy: the next hook may change the keyword arguments in place.
-        call = self._make_call(args, dict(kwargs) if kwargs else {}, index, recomputed)
-        state.calls.append((call, sys.exception()))
-        returned = attachment.guard(attachment.before, call)
-        return None if returned is None else self._check_returned(returned)
-
-    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Handle the end of a call; in a `paired` one also when the module has raised."""
-        recomputed = _graph_task_id() != -1
-        attachment = self.attachment
-        if _in_transform() and attachment.must_stand_aside(self.name):
-            self.was_called = True
-            return None
-        probe = attachment.probe
-        if recomputed and not (probe.edits or probe.wants_recomputed):
-            return None
-        name, state = self.name, attachment.local.state
-        call = None
-        if self.paired:
-            call, failed = state.pop(name, output)
-            if failed:
-                if call is not None:
-                    probe.interrupted(call)
-                return None
-        alone = not state.depth
-        if recomputed:
-            index = 0
-        elif alone:
-            index = attachment.count(name)
-        else:  # `count`, without a call
-            index = state.counts.get(name, 0)
-            state.counts[name] = index + 1
-        self.was_called = True
-        if call is None:
-            call = self._make_call(args, kwargs, index, recomputed)
-        else:
-            if args is not call.args or ((kwargs or call.kwargs) and _differ(kwargs, call.kwargs)):
-                call.input_replaced = True
-            call.args, call.kwargs, call.index = args, kwargs, index
-        call.output = output
-        returned = attachment.guard(attachment.after, call)
-        if alone and not recomputed:
-            attachment.end_alone(self.module)
-        return None if returned is None else self._check_returned(returned)
-
-    def before_compiled(self, tensors: list[torch.Tensor]) -> None:
-        """Handle the operator before the module having run, in a compiled graph."""
-        if is_recomputing() or not self.enabled:
+    def _warn_model_not_called(self, uncalled: list[str]) -> None:
+        if self._warned_uncalled or not uncalled:
             return
-        attachment, probe = self.attachment, self.attachment.probe
-        index = attachment.next_index(self.name)
-        call = self._make_call(tuple(tensors), {}, index, compiled=True)
-        attachment.local.state.calls.append((call, sys.exception()))
-        if probe.wants_before:
-            self._check_not_returned(attachment.guard(attachment.before, call))
+        self._warned_uncalled = True
+        if self.root is not None:
+            _WARNED.add(self.root)
+        log.warning(
+            "The probe '%s' saw neither %s nor a call of the model itself. %s",
+            self.probe.probe_name,
+            listed(uncalled),
+            self.explain_uncalled(uncalled, model_called=False),
+        )
 
-    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
-        """Handle the operator after the module having run."""
-        if is_recomputing():
-            return
-        self.was_called = self.compiled = True
-        attachment = self.attachment
-        probe = attachment.probe
-        call, _ = attachment.local.state.pop(self.name, tensors)
-        if not self.enabled or (probe.edits and probe.compiled_edit(self.name) is not None):
-            return
-        index = attachment.count(self.name)
-        if call is None or not call.compiled:  # its start was not compiled with it
-            call = self._make_call((), {}, index, compiled=True)
-        call.index, call.output = index, tensors[0] if len(tensors) == 1 else tuple(tensors)
-        self._check_not_returned(attachment.guard(attachment.after, call))
-        if not attachment.local.state.depth:
-            attachment.end_alone(self.module)
-
-    def _make_call(
-        self, args: Any, kwargs: Any, index: int, recomputed: bool = False, compiled: bool = False
-    ) -> Call:
-        call = Call(self.name, self.module, args, kwargs, None, index, recomputed, compiled)
-        if (context := self.attachment.context) is not None:
-            call.step, call.epoch = context.step, context.epoch
-        return call
-
-    def _check_not_returned(self, returned: Any) -> None:
-        if self._check_returned(returned) is not None:
-            raise ProbeError(
-                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
-                f"'{self.name}', which is compiled: an edit has to be compiled with it. Implement "
-                "its compiled_edit()."
+    def explain_uncalled(self, uncalled: list[str], *, model_called: bool = True) -> str:
+        """Return a sentence on the likely reason why no call of these modules was seen."""
+        root = self.root
+        if root is not None and (
+            _is_compiled(root)
+            or _has_compiled_code(root)
+            or (not model_called and _may_be_compiled_by_wrapping(root))
+        ):
+            return (
+                "The model was compiled and called before the probe was attached. Attach first, "
+                "then compile; or call torch.compiler.reset() now."
             )
-
-    def _check_returned(self, returned: Any) -> Any:
-        """Return what the probe returned; raise if it may not return a value."""
-        if returned is not None and not self.attachment.probe.edits:
-            raise ProbeError(
-                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
-                f"'{self.name}', but it only observes. To change an output, use an edit, with "
-                "enable_intervention=True."
+        if self._are_within_compiled(uncalled):
+            return "It was compiled before the probe was attached. Attach first, then compile."
+        if root is not None and not model_called:
+            return (
+                "Probably its `.forward()` or another method was called directly, which runs no "
+                "PyTorch hooks. Call modules as `model(x)`."
             )
-        return returned
+        return (
+            "Probably it was not called as a module: a fused path was used instead (as by an "
+            "attention layer in eval mode), its `.forward()` was called directly, or this forward "
+            "did not need it."
+        )
+
+    def _are_within_compiled(self, uncalled: list[str]) -> bool:
+        sites, root = self.sites, self.root
+        uncalled_ids = {id(sites[name].module) for name in uncalled if name in sites}
+        attached = [site.module for site in sites.values() if site.module is not None]
+        return any(
+            _is_compiled(module) and any(id(inner) in uncalled_ids for inner in module.modules())
+            for module in (attached if root is None else root.modules())
+        )
 
 
 def _ignore(function: Callable[..., Any], *args: Any) -> None:
     """Do not call a method of a probe."""
-
-
-def _differ(kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    names = kwargs.keys()
-    return names != others.keys() or any(kwargs[name] is not others[name] for name in names)
 
 
 def _check_observer(probe: Probe, name: str) -> Callable[..., Any]:
@@ -486,3 +395,36 @@ def _check_observer(probe: Probe, name: str) -> Callable[..., Any]:
         return returned[0]
 
     return observe
+
+
+def _has_forward(module: torch.nn.Module | None) -> bool:
+    return getattr(type(module), "forward", None) is not torch.nn.Module.forward
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
+
+
+def _has_compiled_code(module: torch.nn.Module) -> bool:
+    """Return whether Dynamo has compiled a module's forward, for it or another of its class."""
+    code = getattr(module.forward, "__code__", None)
+    return code is not None and _has_cache_entries(code)
+
+
+def _may_be_compiled_by_wrapping(module: torch.nn.Module) -> bool:
+    """Return whether a model of one of PyTorch's own classes may have been compiled.
+
+    Dynamo compiles a frame that it puts around these, which all of them share.
+    """
+    wrap = getattr(sys.modules.get("torch._dynamo.external_utils"), "wrap_inline", None)
+    origin = getattr(type(module).forward, "__module__", None) or ""
+    if wrap is None or not origin.startswith("torch."):
+        return False
+    inner = [code for code in wrap.__code__.co_consts if isinstance(code, CodeType)]
+    return any(_has_cache_entries(code) for code in inner)
+
+
+def _has_cache_entries(code: CodeType) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    get_entries = getattr(dynamo, "_debug_get_cache_entry_list", None)
+    return get_entries is not None and bool(get_entries(code))

@@ -1,16 +1,37 @@
-"""A call of a module, and the calls that run in each thread."""
+"""A call of a module, on its way from PyTorch to the probe.
+
+PyTorch calls a `ModuleCallback` before or after a module. Its `Site`, what a probe
+is attached to, makes a `Call` and passes it to the probe. Dynamo traces callbacks: in a compiled
+graph each becomes the operator of `compiled.py`, which looks up its receiver by a number. A copy or
+a pickle of a model gets a function that does nothing instead.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Call", "ThreadLocal", "ThreadState"]
+from hookline.errors import ProbeError
+from hookline.probes import compiled
+from hookline.probes.recomputation import is_recomputing
+from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
+
+if TYPE_CHECKING:
+    from hookline.probes.attachment import Attachment
+
+__all__ = ["Call", "ForwardCallback", "Site", "ThreadLocal", "arrange_sites"]
+
+_graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
+_in_transform = torch._C._are_functorch_transforms_active
 
 
 @dataclass(slots=True)
@@ -65,3 +86,330 @@ class ThreadLocal(threading.local):
 
     def __init__(self) -> None:
         self.state = ThreadState()
+
+
+@dataclass(eq=False, weakref_slot=True, slots=True)
+class Site:
+    """One module, or one tap, that a probe is attached to."""
+
+    attachment: Attachment
+    name: str
+    module: torch.nn.Module | None
+    enabled: bool = False
+    was_called: bool = False
+    compiled: bool = False
+    paired: bool = False  # whether `before` sees the calls, too
+    place: int = 0  # among the hooks of its module: the key of its first hook, 0 before that
+    handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
+
+    def attach(self) -> None:
+        """Register hooks on the module."""
+        _register_receiver(self)
+        module, probe = self.module, self.attachment.probe
+        assert module is not None
+        self.paired = probe.wants_before
+        if probe.wants_before or probe.wants_input:
+            callback = ModuleCallback(self, before=True)
+            self.handles.append(module.register_forward_pre_hook(callback, with_kwargs=True))
+        callback = ModuleCallback(self, before=False)
+        handle = module.register_forward_hook(callback, with_kwargs=True, always_call=self.paired)
+        self.handles.append(handle)
+        hide_hooks(module)
+        if self.place:
+            arrange_sites([self])
+        else:
+            self.place = handle.id
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
+        if self.module is not None:
+            unhide_hooks(self.module)
+        self.handles = []
+        _unregister_receiver(self)
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle the start of a call."""
+        recomputed = _graph_task_id() != -1
+        attachment = self.attachment
+        if _in_transform() and attachment.must_stand_aside(self.name):
+            return None
+        probe = attachment.probe
+        if recomputed and not (probe.edits or probe.wants_recomputed):
+            return None
+        name, state = self.name, attachment.local.state
+        index = 0 if recomputed else attachment.next_index(name)
+        # A copy: the next hook may change the keyword arguments in place.
+        call = self._make_call(args, dict(kwargs) if kwargs else {}, index, recomputed)
+        state.calls.append((call, sys.exception()))
+        returned = attachment.guard(attachment.before, call)
+        return None if returned is None else self._check_returned(returned)
+
+    def after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Handle the end of a call; in a `paired` one also when the module has raised."""
+        recomputed = _graph_task_id() != -1
+        attachment = self.attachment
+        if _in_transform() and attachment.must_stand_aside(self.name):
+            self.was_called = True
+            return None
+        probe = attachment.probe
+        if recomputed and not (probe.edits or probe.wants_recomputed):
+            return None
+        name, state = self.name, attachment.local.state
+        call = None
+        if self.paired:
+            call, failed = state.pop(name, output)
+            if failed:
+                if call is not None:
+                    probe.interrupted(call)
+                return None
+        alone = not state.depth
+        if recomputed:
+            index = 0
+        elif alone:
+            index = attachment.count(name)
+        else:  # `count`, without a call
+            index = state.counts.get(name, 0)
+            state.counts[name] = index + 1
+        self.was_called = True
+        if call is None:
+            call = self._make_call(args, kwargs, index, recomputed)
+        else:
+            if args is not call.args or ((kwargs or call.kwargs) and _differ(kwargs, call.kwargs)):
+                call.input_replaced = True
+            call.args, call.kwargs, call.index = args, kwargs, index
+        call.output = output
+        returned = attachment.guard(attachment.after, call)
+        if alone and not recomputed:
+            attachment.end_alone(self.module)
+        return None if returned is None else self._check_returned(returned)
+
+    def before_compiled(self, tensors: list[torch.Tensor]) -> None:
+        """Handle the operator before the module having run, in a compiled graph."""
+        if is_recomputing() or not self.enabled:
+            return
+        attachment, probe = self.attachment, self.attachment.probe
+        index = attachment.next_index(self.name)
+        call = self._make_call(tuple(tensors), {}, index, compiled=True)
+        attachment.local.state.calls.append((call, sys.exception()))
+        if probe.wants_before:
+            self._check_not_returned(attachment.guard(attachment.before, call))
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """Handle the operator after the module having run."""
+        if is_recomputing():
+            return
+        self.was_called = self.compiled = True
+        attachment = self.attachment
+        probe = attachment.probe
+        call, _ = attachment.local.state.pop(self.name, tensors)
+        if not self.enabled or (probe.edits and probe.compiled_edit(self.name) is not None):
+            return
+        index = attachment.count(self.name)
+        if call is None or not call.compiled:  # its start was not compiled with it
+            call = self._make_call((), {}, index, compiled=True)
+        call.index, call.output = index, tensors[0] if len(tensors) == 1 else tuple(tensors)
+        self._check_not_returned(attachment.guard(attachment.after, call))
+        if not attachment.local.state.depth:
+            attachment.end_alone(self.module)
+
+    def _make_call(
+        self, args: Any, kwargs: Any, index: int, recomputed: bool = False, compiled: bool = False
+    ) -> Call:
+        call = Call(self.name, self.module, args, kwargs, None, index, recomputed, compiled)
+        if (context := self.attachment.context) is not None:
+            call.step, call.epoch = context.step, context.epoch
+        return call
+
+    def _check_not_returned(self, returned: Any) -> None:
+        if self._check_returned(returned) is not None:
+            raise ProbeError(
+                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
+                f"'{self.name}', which is compiled: an edit has to be compiled with it. Implement "
+                "its compiled_edit()."
+            )
+
+    def _check_returned(self, returned: Any) -> Any:
+        """Return what the probe returned; raise if it may not return a value."""
+        if returned is not None and not self.attachment.probe.edits:
+            raise ProbeError(
+                f"The probe '{self.attachment.probe.probe_name}' returned a value for "
+                f"'{self.name}', but it only observes. To change an output, use an edit, with "
+                "enable_intervention=True."
+            )
+        return returned
+
+
+def _differ(kwargs: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    names = kwargs.keys()
+    return names != others.keys() or any(kwargs[name] is not others[name] for name in names)
+
+
+# -- PyTorch's forward hooks -----------------------------------------------------------------------
+
+_RECEIVERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The objects that operators in compiled graphs notify, by the number that the operator has."""
+
+
+def _register_receiver(receiver: Any) -> torch.Tensor:
+    """Have `receiver.after_compiled` called by the operator; return the number to give it."""
+    _RECEIVERS[id(receiver)] = receiver
+    return torch.tensor(id(receiver), dtype=torch.int64, device="cpu")
+
+
+def _unregister_receiver(receiver: Any) -> None:
+    """Have the operators that were compiled for a receiver do nothing."""
+    _RECEIVERS.pop(id(receiver), None)
+
+
+def _notify_receiver(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
+    receiver = _RECEIVERS.get(number)
+    if receiver is not None:
+        receiver.after_compiled(tensors, gradients)
+
+
+compiled.listeners.append(_notify_receiver)
+
+
+def _do_nothing(*_: Any) -> None:
+    """Take a callback's place in a copy of the model."""
+
+
+def _get_do_nothing() -> Any:
+    return _do_nothing
+
+
+class _NotCopied:
+    """A callback that copies and pickles of a model do not have; a copy of it does nothing."""
+
+    is_hidden = True
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _do_nothing
+
+    def __reduce__(self) -> Any:
+        return _get_do_nothing, ()
+
+
+class ModuleCallback(_NotCopied):
+    """The forward pre-hook or forward hook of one module."""
+
+    def __init__(self, site: Site, *, before: bool) -> None:
+        probe = site.attachment.probe
+        self.site = site
+        self._before = before
+        self._number = _register_receiver(self if before else site)
+        self._wants_input = probe.wants_input
+        self._wants_before = probe.wants_before
+        self._edits_input = probe.edits_input
+        self._edit = probe.compiled_edit(site.name)
+        self._is_active = site.attachment.flag
+
+    def __call__(self, module: torch.nn.Module, args: Any, *more: Any) -> Any:
+        """Pass a call on to the site, or be traced."""
+        if len(more) < (1 if self._before else 2):
+            # Another thread is registering or removing this hook: PyTorch keeps in a second place
+            # that it takes keyword arguments, and sets that a little later.
+            return None
+        kwargs, output = more[0], more[-1]
+        if is_compiling():
+            return self._trace_before(args, kwargs) if self._before else self._trace_after(output)
+        site = self.site
+        if not site.enabled:  # hooks that were compiled stay registered
+            return None
+        if self._before:
+            return site.before(args, kwargs) if self._wants_before else None
+        return site.after(args, kwargs, output)
+
+    def _trace_before(self, args: Any, kwargs: Any) -> Any:
+        if self._wants_input:
+            compiled.observe(compiled.find_tensors((args, kwargs)), self._number)
+        elif self._edit is not None and self._wants_before:
+            compiled.observe([], self._number)
+        return self._trace_edit((args, kwargs)) if self._edits_input else None
+
+    def _trace_after(self, output: Any) -> Any:
+        if self._edit is None:
+            compiled.observe(compiled.find_tensors(output), self._number)
+            return None
+        compiled.observe([], self._number)
+        return None if self._edits_input else self._trace_edit(output)
+
+    def _trace_edit(self, value: Any) -> Any:
+        if self._edit is None:
+            return None
+        tensors = compiled.find_tensors(value)
+        # Without a tensor in the value the edit raises its own error.
+        flag = self._is_active.to(tensors[0].device) if tensors else self._is_active
+        return self._edit(value, flag)
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """Handle the operator before a module having run."""
+        self.site.before_compiled(tensors)
+
+
+class ForwardCallback(_NotCopied):
+    """The hook at the start or the end of the model's outermost call.
+
+    `call` is called with whether gradients are enabled; None in eager models, where one can look.
+    """
+
+    def __init__(self, call: Callable[[bool | None], None], *, is_end: bool) -> None:
+        self._call = call
+        self.is_end = is_end
+        self._number = _register_receiver(self)
+        self.compiled = False
+        self.handle: RemovableHandle | None = None
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
+        """Pass a call of the model on, or be traced."""
+        if is_compiling():
+            # Gradients are off when the operator runs: autograd sees the graph as one function.
+            compiled.observe([], self._number, int(torch.is_grad_enabled()))
+        else:
+            self._call(None)
+
+    def after_compiled(self, tensors: list[torch.Tensor], gradients: int) -> None:
+        """Handle the operator having run, in a graph compiled with or without gradients."""
+        self.compiled = True
+        self._call(bool(gradients))
+
+    def detach(self) -> None:
+        """Remove the hook."""
+        if self.handle is not None:
+            self.handle.remove()
+        _unregister_receiver(self)
+
+
+def arrange_sites(sites: Sequence[Site]) -> None:
+    """Have the sites of one module called in this order, in the places that they have together.
+
+    A site that is attached again gets its old place among the other hooks of its module.
+    """
+    places = sorted(site.place for site in sites)
+    for site, place in zip(sites, places, strict=True):
+        site.place = place
+    module = sites[0].module
+    assert module is not None
+    ordered_dicts: Any = (module._forward_pre_hooks, module._forward_hooks)
+    for hooks in ordered_dicts:
+        ours = [key for key, hook in hooks.items() if isinstance(hook, ModuleCallback)]
+        order = [key for key in hooks if key not in ours]
+        for key in sorted(ours, key=lambda key: _place(hooks, key)):
+            index = len(order)
+            while index and _place(hooks, order[index - 1]) > _place(hooks, key):
+                index -= 1
+            order.insert(index, key)
+        order.sort(key=lambda key: isinstance(hooks[key], ForwardCallback) and hooks[key].is_end)
+        if order != list(hooks):
+            for key in order:
+                hooks.move_to_end(key)
+
+
+def _place(hooks: Mapping[int, Any], key: int) -> float:
+    """Return when a hook was registered first; PyTorch counts the keys of hooks up."""
+    hook = hooks[key]
+    if isinstance(hook, ForwardCallback):
+        return math.inf if hook.is_end else -1
+    return hook.site.place if isinstance(hook, ModuleCallback) else key

@@ -1,11 +1,10 @@
-"""Capture: keeps the inputs, outputs and gradients of modules."""
+"""Capture: keeps the inputs, outputs and gradients of modules. `probe` is its short form."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Annotated, Any, ClassVar, overload
@@ -14,23 +13,30 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from hookline.arguments import check_instance, show_value
+from hookline.arguments import check_instance, check_whole_number, listed_strings, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.printable import printable
-from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import By, TensorExtractor
 from hookline.probes.gradient_capture import OutputGradients
-from hookline.probes.module_selection import Which, aliases, check_model, clean_name
+from hookline.probes.module_selection import Which, aliases, clean_name
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.store import Counts, Policy, Store
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["MAX_CAPTURED_STATES", "Calls", "Capture", "NotCapturedError", "bytes_of"]
+__all__ = [
+    "MAX_CAPTURED_STATES",
+    "Calls",
+    "Capture",
+    "NotCapturedError",
+    "ProbeResults",
+    "bytes_of",
+    "probe",
+]
 
 log = logging.getLogger("hookline")
 
@@ -42,6 +48,51 @@ _MAX_MEGABYTES = 2**43  # of 64-bit addresses
 
 class NotCapturedError(ProbeError, KeyError, IndexError):
     """Nothing was captured under this name, or this call was not."""
+
+
+def probe(
+    model: torch.nn.Module,
+    which: Which | None = None,
+    *,
+    taps: str | Sequence[str] = (),
+    every: int = 1,
+    **options: Any,
+) -> ProbeResults:
+    """Capture the outputs of some modules until the end of the `with` block, or until `close()`.
+
+    By default outputs are captured as copies: a later in-place operation, such as an in-place ReLU,
+    does not change them. Calls are kept up to 1 GB; then the oldest are dropped, and a warning says
+    how many. `memory_limit_mb=None` keeps all.
+
+    Args:
+        model: The model.
+        which: Its modules: a name, a glob such as `"blocks.*.mlp"`, a regular expression, a type, a
+            function of name and module, a module, or a list of these.
+        taps: Names of values in the model's code, as given to `hookline.tap`, or globs.
+        every: Capture only in the forwards N, 2N, 3N … of the model.
+        options: Options of `Capture`: `input=True` and `kwargs=True` also keep the arguments,
+            `gradient=True` the gradients of outputs; `device`, `dtype`, `select`, `reduce`, `by` …
+
+    Returns:
+        A mapping from names of modules and taps to their captured calls.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> with probe(model, "0") as results:
+        ...     _ = model(torch.ones(1, 2))
+        >>> results["0"].output.shape
+        torch.Size([1, 3])
+    """
+    defaults: dict[str, Any] = {"input": False, "kwargs": False}
+    check_whole_number("probe(…, every=…)", every, 1)
+    taps = tuple(listed_strings("probe(…, taps=…)", taps))
+    capture = Capture(which, **{**defaults, **options}, taps=taps)
+    try:
+        capture.attach(model, name="probe", every=None if every == 1 else int(every))
+        return ProbeResults(capture)
+    except BaseException:  # Ctrl-C may come before the results are returned
+        capture.detach()
+        raise
 
 
 class Capture(BuiltIn, Probe):
@@ -80,10 +131,8 @@ class Capture(BuiltIn, Probe):
         max_states: How many states to keep, over all modules; by default all.
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit. A warning
             says how many states were dropped, and `counts` has the number at any time.
-        policy: What happens to states that do not fit: the oldest is dropped (`"drop_oldest"`), a
-            random sample is kept (`"sample"`), the oldest is written to disk (`"spill"`), or an
-            error is raised (`"error"`).
-        folder: Where `"spill"` writes; by default the system's folder for temporary files.
+        policy: What happens to states that do not fit: the oldest is dropped (`"drop_oldest"`), or
+            an error is raised (`"error"`).
         store: A store to share with other probes, with its own limits.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
             These have an output only.
@@ -114,7 +163,6 @@ class Capture(BuiltIn, Probe):
         max_states: PositiveInt | None = None,
         memory_limit_mb: PositiveFloat | None = _MEMORY_LIMIT_MB,
         policy: Policy = "drop_oldest",
-        folder: str | None = None,
         store: Store | None = None,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
@@ -123,21 +171,19 @@ class Capture(BuiltIn, Probe):
             raise ConfigError(
                 "Capture has nothing to keep. Enable input, output, kwargs or gradient."
             )
-        if by == "reference" and (store.policy if store is not None else policy) == "spill":
-            raise ConfigError("Capture: policy='spill' writes copies. Use it with by='copy'.")
         self._contents = {"input": input, "output": output, "kwargs": kwargs, "gradient": gradient}
         self.wants_before = self.wants_input = input or kwargs
         self.wants_recomputed = gradient
         self._extractor = TensorExtractor(self, by, device, dtype, select, reduce, dim)
         self._copies_output = output and self._extractor.copies_only
         self._layer_idx = layer_idx
-        limits = (max_states, memory_limit_mb, policy, folder)
-        if store is not None and limits != (None, _MEMORY_LIMIT_MB, "drop_oldest", None):
+        limits = (max_states, memory_limit_mb, policy)
+        if store is not None and limits != (None, _MEMORY_LIMIT_MB, "drop_oldest"):
             raise ConfigError(
-                "Capture: max_states, memory_limit_mb, policy and folder are options of the shared "
-                "store. Give them to the store."
+                "Capture: max_states, memory_limit_mb and policy are options of the shared store. "
+                "Give them to the store."
             )
-        self._limits = (max_states, bytes_of(memory_limit_mb), policy, 1, folder)
+        self._limits = (max_states, bytes_of(memory_limit_mb), policy)
         self._reset_results(store)
 
     def _reset_results(self, store: Store | None = None) -> None:
@@ -146,11 +192,6 @@ class Capture(BuiltIn, Probe):
         self._layers: dict[str, int | None] = {}
         self._names: dict[str, str] = {}  # the name captured under, also for tied modules
         self._warned = self._warned_dropped = False
-
-    def attach(self, model: torch.nn.Module, **options: Any) -> Attachment:
-        """Attach the probe to a model; it sees calls from now on."""
-        check_model(model)
-        return super().attach(model, **options)
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """Return the model's modules to capture, and note their other names."""
@@ -185,8 +226,8 @@ class Capture(BuiltIn, Probe):
         limits += [f"max_captured_states={store.max_total_states}"] if over_total else []
         log.warning(
             "The probe '%s' has dropped %d of %d captured states, the oldest, because of %s. Raise "
-            "the limit (None: no limit), capture less (a slice, another dtype, fewer modules, "
-            "fewer steps), or write them to disk: policy='spill'.",
+            "the limit (None: no limit) or capture less (a slice, another dtype, fewer modules, "
+            "fewer steps).",
             self.probe_name,
             dropped,
             self.counts.captured,
@@ -268,7 +309,7 @@ class Capture(BuiltIn, Probe):
     def key(self) -> str:
         """The name of the states in the store: the probe's, with a number if another one has it."""
         if self._key is None:
-            self._key = _unique_name(self._store, self.probe_name, self)
+            self._key = self._store.unique_name(self.probe_name, self)
         return self._key
 
     @property
@@ -279,34 +320,7 @@ class Capture(BuiltIn, Probe):
     def states(self, module: str | None = None) -> list[CapturedState]:
         """Return the states of one module, or of all, in the order of the calls."""
         self._warn_dropped()
-        if module is None:
-            return self._store.states(self.key)
-        return self.get(module, slice(None))
-
-    def iter_states(self, module: str) -> Iterator[CapturedState]:
-        """Yield a module's states; those on disk are read one at a time."""
-        self._warn_dropped()
-        return self._store.iter_states(self.key, self._resolve(module))
-
-    def metadata(self, module: str | None = None) -> list[CapturedState]:
-        """Return the states without reading from disk: those have shapes for tensors."""
-        return self._store.metadata(self.key, None if module is None else self._resolve(module))
-
-    @overload
-    def get(self, module: str, index: int) -> CapturedState: ...
-    @overload
-    def get(self, module: str, index: slice) -> list[CapturedState]: ...
-    def get(self, module: str, index: int | slice) -> CapturedState | list[CapturedState]:
-        """Return a module's state, or states, by index; no others are read from disk."""
-        self._warn_dropped()
-        name = self._resolve(module)
-        if isinstance(index, Integral | slice):
-            with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
-                return self._store.get(self.key, index, name)
-        raise NotCapturedError(
-            f"'{printable(module)}' has no captured call {show_value(index)}; it has "
-            f"{len(self.metadata(module))}. Index them from 0, from the end, or by a slice."
-        )
+        return self._store.states(self.key, None if module is None else self._resolve(module))
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
@@ -321,10 +335,10 @@ class Capture(BuiltIn, Probe):
         return Calls(self, module)
 
     def __contains__(self, module: object) -> bool:
-        return isinstance(module, str) and bool(self.metadata(module))
+        return isinstance(module, str) and bool(self.states(module))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(state.module for state in self.metadata()))
+        return iter(dict.fromkeys(state.module for state in self.states()))
 
     def keeps(self, content: str) -> bool:
         """Return whether `input`, `output`, `kwargs` or `gradient` is captured."""
@@ -397,33 +411,88 @@ class Calls(Sequence[CapturedState]):
     @overload
     def __getitem__(self, index: slice) -> list[CapturedState]: ...
     def __getitem__(self, index: int | slice) -> CapturedState | list[CapturedState]:
-        return self._capture.get(self._module, index)
+        states = self._capture.states(self._module)
+        if isinstance(index, Integral | slice):
+            with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
+                return states[index]
+        raise NotCapturedError(
+            f"'{printable(self._module)}' has no captured call {show_value(index)}; it has "
+            f"{len(states)}. Index them from 0, from the end, or by a slice."
+        )
 
     def __iter__(self) -> Iterator[CapturedState]:
-        return self._capture.iter_states(self._module)
+        return iter(self._capture.states(self._module))
 
     def __len__(self) -> int:
-        return len(self._capture.metadata(self._module))
+        return len(self._capture.states(self._module))
 
     def __repr__(self) -> str:
-        lines = "\n ".join(repr(state) for state in self._capture.metadata(self._module))
+        lines = "\n ".join(repr(state) for state in self)
         return f"[{lines}]"
 
 
-_OWNERS = weakref.WeakKeyDictionary[Store, weakref.WeakValueDictionary[str, Capture]]()
-_LOCK = threading.Lock()
+class ProbeResults(Mapping[str, Calls]):
+    """The captured calls, by the names of modules and taps.
 
+    `results[name]` is a sequence of all captured calls, `results[name].output` the output of the
+    last one. Results can be read at any time, also after `close()`, until `clear()`.
+    """
 
-def _unique_name(store: Store, name: str, capture: Capture) -> str:
-    """Return a name that no other capture has in a shared store."""
-    with _LOCK:
-        owners = _OWNERS.setdefault(store, weakref.WeakValueDictionary())
-        unique, number = name, 1
-        while owners.get(unique, capture) is not capture:
-            number += 1
-            unique = f"{name}_{number}"
-        owners[unique] = capture
-        return unique
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+        """The probe."""
+
+    def __getitem__(self, name: str) -> Calls:
+        return self.capture[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.capture)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.capture)
+
+    def __bool__(self) -> bool:
+        return True  # also before anything was captured
+
+    def __repr__(self) -> str:
+        last = {state.module: state for state in self.capture.states()}
+        lines = "\n".join(f"  {printable(repr(name))}: {state!r}" for name, state in last.items())
+        if self.counts.dropped:
+            lines += f"\n  # {self.counts.dropped} of {self.counts.captured} states were dropped"
+        return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
+
+    def states(self, name: str | None = None) -> list[CapturedState]:
+        """Return all states in the order of the calls, or those of one name."""
+        return self.capture.states(name)
+
+    @property
+    def counts(self) -> Counts:
+        """How many states were captured, kept and dropped."""
+        return self.capture.counts
+
+    def enable(self) -> None:
+        """Resume capturing."""
+        if self.capture.attachment is not None:
+            self.capture.attachment.enable()
+
+    def disable(self) -> None:
+        """Pause capturing."""
+        if self.capture.attachment is not None:
+            self.capture.attachment.disable()
+
+    def clear(self) -> None:
+        """Free the captured states."""
+        self.capture.clear()
+
+    def close(self) -> None:
+        """Detach the probe from the model; the captured states are kept."""
+        self.capture.detach()
+
+    def __enter__(self) -> ProbeResults:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 def bytes_of(megabytes: float | None) -> int | None:

@@ -29,7 +29,7 @@ Check = Callable[[], None]
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class CapturedState(Mapping[str, Any]):
-    """What was captured of one call of a module. Also a mapping: `state["output"]`.
+    """The captured contents of one call of a module. Also a mapping: `state["output"]`.
 
     Tensors are where they were: in tuples, dicts, objects and so on. What was not captured is None.
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 
-from hookline.errors import HookFailedError, ProbeError
+from hookline.arguments import check_mapping, read_attribute, read_items, show_value
+from hookline.errors import ArgumentError, ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState
-from hookline.probes.conditions import Condition, Conditions, read_conditions
-from hookline.probes.extractor import copy_tensor
+from hookline.probes.extractor import call_user_function, copy_tensor
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
@@ -34,6 +35,38 @@ __all__ = ["Debug", "DebugProbe", "Finding"]
 log = logging.getLogger("hookline")
 
 _MAX_UNREAD = 4096  # calls that are measured before they are read, if no step or forward ends
+
+
+Conditions: TypeAlias = Any
+"""`"nonfinite"`, `"dead"`, `{"magnitude": 1e4}`, a function of a tensor, or a list of these."""
+
+_NAMES = ("nonfinite", "magnitude", "dead")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition to check. It has either `holds` or `function`."""
+
+    name: str
+    holds: Callable[[float, float], bool] | None = None
+    """Returns whether it holds, from the smallest and the largest value."""
+    function: Callable[[torch.Tensor], Any] | None = None
+    """A user's function of the tensor; returns a bool or a tensor."""
+    beside_nan: bool = False
+    """Whether it has to know the other values if one is NaN."""
+
+    def ask(self, tensor: torch.Tensor, what: str) -> torch.Tensor | bool:
+        """Call the user's function with the detached tensor, which it must not change."""
+        assert self.function is not None
+        answer = call_user_function(self.function, tensor, what)
+        if isinstance(answer, torch.Tensor):
+            return answer.detach().bool().any()
+        if isinstance(answer, bool | int | None) or type(answer).__name__ in ("bool", "bool_"):
+            return bool(answer)
+        raise ArgumentError(
+            f"The condition '{self.name}' returned a {type(answer).__name__}. Return a bool or a "
+            "tensor."
+        )
 
 
 @dataclass(eq=False)
@@ -66,7 +99,7 @@ class Finding:
 
     @property
     def lasting_key(self) -> tuple[str, ...]:
-        """What is the same in one finding after another; what is not finite spreads to others."""
+        """The key of a condition that lasts; NaN and infinity spread to other modules."""
         where = () if self.condition == "nonfinite" else (self.module,)
         return (self.condition, self.of, *where)
 
@@ -142,7 +175,7 @@ class DebugProbe(BuiltIn, Probe):
         super().__init__(modules, taps)
         self.wants_before = self.wants_input = keep > 0
         self.wants_recomputed = gradients
-        self._conditions = read_conditions(conditions)
+        self._conditions = _read_conditions(conditions)
         self._by_value = any(condition.holds is not None for condition in self._conditions)
         self._beside_nan = any(condition.beside_nan for condition in self._conditions)
         self._functions = [c for c in self._conditions if c.function is not None]
@@ -394,3 +427,77 @@ def _find(
 def _break(probe: DebugProbe, finding: Finding) -> None:
     print(f"{finding}\nVariables: probe, finding. `c` continues, `q` quits.", flush=True)
     breakpoint()
+
+
+# -- conditions ------------------------------------------------------------------------------------
+
+
+def _read_conditions(conditions: Conditions) -> list[Condition]:
+    """Return the conditions that a user gave; None stands for `"nonfinite"`."""
+    try:
+        found = list(_each("nonfinite" if conditions is None else conditions))
+    except RecursionError:
+        raise ConfigError("The conditions are a list that is too deeply nested.") from None
+    if not found:
+        raise ConfigError(f"{show_value(conditions)} contains no condition. Give at least one.")
+    return found
+
+
+def _each(given: Any) -> Iterator[Condition]:
+    if isinstance(given, str):
+        yield _named(given, True)
+    elif isinstance(given, Mapping):
+        for name, value in check_mapping("conditions", given).items():
+            if value is not False:
+                yield _named(name, value)
+    elif isinstance(given, Condition):
+        yield given
+    elif callable(given):
+        name = read_attribute(given, "__qualname__") or type(given).__qualname__
+        yield Condition(name.rpartition(".<locals>.")[2], function=given)
+    elif isinstance(given, Sequence | Set):
+        several = sorted(given, key=str) if isinstance(given, Set) else given
+        for condition in read_items("conditions", several, "a list of conditions"):
+            yield from _each(condition)
+    else:
+        raise ConfigError(
+            f"{show_value(given)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
+            "such as "
+            "{'magnitude': 1e4}, a function of a tensor, or a list of these."
+        )
+
+
+def _named(name: str, value: Any) -> Condition:
+    if name == "magnitude":
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value <= sys.float_info.max
+        ):
+            raise ConfigError(
+                f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got "
+                f"{show_value(value)}."
+            )
+        return Condition(f"magnitude above {value:g}", partial(_is_above, value), beside_nan=True)
+    if name not in _NAMES:
+        raise ConfigError(
+            f"Unknown condition '{name}'.{nearest(name, _NAMES)} The conditions are: "
+            f"{listed(_NAMES)}."
+        )
+    if value is not True:
+        raise ConfigError(f"The condition '{name}' is True or False; got {show_value(value)}.")
+    if name == "dead":
+        return Condition("dead", _is_dead)
+    return Condition("nonfinite", _is_nonfinite)
+
+
+def _is_above(value: float, low: float, high: float) -> bool:
+    return low < -value or high > value
+
+
+def _is_dead(low: float, high: float) -> bool:
+    return low == high == 0
+
+
+def _is_nonfinite(low: float, high: float) -> bool:
+    return not (math.isfinite(low) and math.isfinite(high))

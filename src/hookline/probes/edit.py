@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
-from typing import Any, Literal, Self
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
@@ -15,16 +17,19 @@ from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
-from hookline.probes.capture import Calls, Capture
+from hookline.probes.capture import Calls, Capture, ProbeResults
 from hookline.probes.captured_state import CapturedState, shape_text
-from hookline.probes.nested_paths import Part, get_at, parse_index, set_at
+from hookline.probes.extractor import parse_index
 from hookline.probes.probe import Probe
-from hookline.probes.probe_context import ProbeResults
+from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 
 __all__ = ["Edit"]
 
-_MAX_DEPTH = 20  # of lists in the run's manifest
+_MAX_LISTED = 20  # levels of lists in the run's manifest
+_MAX_DEPTH = 100  # a container may be within itself
 
+Part: TypeAlias = int | str | list[int | str] | tuple[int | str, ...] | None
+"""The path to a tensor: a position, a key or an attribute, or several; None for the first."""
 Operation = Literal["replace", "scale", "ablate", "add", "patch"]
 
 
@@ -192,8 +197,8 @@ class Edit(BuiltIn, Probe):
 
     def _edit_within(self, value: Any, name: str) -> Any:
         """Return an output, or `(args, kwargs)`, with the edited tensor."""
-        path, x = get_at(value, self._part, self._subject(name))
-        return set_at(value, path, self._edit(x, name))
+        path, x = _get_at(value, self._part, self._subject(name))
+        return _set_at(value, path, self._edit(x, name))
 
     def _subject(self, name: str) -> str:
         return f"{self._where} of '{name}'"
@@ -202,8 +207,8 @@ class Edit(BuiltIn, Probe):
         """Return the edit as a function that can be compiled."""
 
         def edit(value: Any, is_active: torch.Tensor) -> Any:
-            path, x = get_at(value, self._part, self._subject(name))
-            return set_at(value, path, torch.where(is_active, self._edit(x, name), x))
+            path, x = _get_at(value, self._part, self._subject(name))
+            return _set_at(value, path, torch.where(is_active, self._edit(x, name), x))
 
         return edit
 
@@ -305,7 +310,7 @@ class Edit(BuiltIn, Probe):
                 f"The {self._where} of '{state.module}' was not captured. Capture it with "
                 f"{self._where}=True."
             )
-        return get_at(captured, self._part, f"captured {self._where} of '{state.module}'")[1]
+        return _get_at(captured, self._part, f"captured {self._where} of '{state.module}'")[1]
 
     def _value_for(self, name: str) -> Any:
         """Return the value for a module."""
@@ -398,7 +403,7 @@ def _describe(value: Any, depth: int = 0) -> Any:
         return f"{shape_text(value)}{_describe_hash(value)}"
     if isinstance(value, torch.nn.Module):
         return f"{type(value).__name__}(…)"
-    if isinstance(value, tuple | list | set | frozenset) and depth < _MAX_DEPTH:
+    if isinstance(value, tuple | list | set | frozenset) and depth < _MAX_LISTED:
         try:
             return [_describe(item, depth + 1) for item in value]
         except Exception:  # a subclass that cannot be read
@@ -424,3 +429,91 @@ def _describe_hash(tensor: torch.Tensor) -> str:
     except (RuntimeError, NotImplementedError):  # sparse, quantized, of a subclass
         return f" {str(tensor.layout).removeprefix('torch.')} (no hash)"
     return f" sha256:{hashlib.sha256(values).hexdigest()[:16]}"
+
+
+# -- a tensor within an input or output; can be compiled -------------------------------------------
+
+
+def _get_at(value: Any, part: Part, subject: str) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """Return the path to a tensor within a value, and the tensor.
+
+    `subject` is what the value is, for messages: "output of 'blocks.0'".
+    """
+    if part is None:
+        path = _find_first(value)
+        if path is None:
+            raise ProbeError(
+                f"The {subject} is a {type(value).__name__} without any tensor. There is nothing "
+                "to edit."
+            )
+    else:
+        path = tuple(part) if isinstance(part, list | tuple) else (part,)
+    found = value
+    for key in path:
+        found = _get_item(found, key, subject)
+    if not isinstance(found, torch.Tensor):
+        raise ProbeError(
+            f"part={show_value(part)} of the {subject} is a {type(found).__name__}, not a tensor."
+        )
+    return path, found
+
+
+def _set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
+    """Return a copy of the output with another tensor at the end of the path."""
+    if not path:
+        return new
+    key, rest = path[0], path[1:]
+    if isinstance(output, tuple | list):
+        at = _fields(output).index(key) if isinstance(key, str) else key % len(output)
+        items = [_set_at(item, rest, new) if i == at else item for i, item in enumerate(output)]
+        if type(output) is tuple:
+            return tuple(items)
+        return items if type(output) is list else rebuild_sequence(output, items)
+    if isinstance(output, Mapping):
+        pairs = {k: _set_at(item, rest, new) if k == key else item for k, item in output.items()}
+        return pairs if type(output) is dict else rebuild_mapping(output, pairs)
+    changed = copy(output)
+    object.__setattr__(changed, key, _set_at(getattr(output, key), rest, new))  # also if frozen
+    return changed
+
+
+def _find_first(value: Any, depth: int = 0) -> tuple[Any, ...] | None:
+    """Return the path to the first tensor."""
+    if isinstance(value, torch.Tensor):
+        return ()
+    if depth == _MAX_DEPTH:
+        return None
+    if isinstance(value, tuple | list):
+        items: list[tuple[Any, Any]] = list(enumerate(value))
+    elif isinstance(value, Mapping):
+        items = list(value.items())
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = [(f.name, getattr(value, f.name, None)) for f in fields(value)]
+    else:
+        return None
+    for key, inner in items:
+        path = _find_first(inner, depth + 1)
+        if path is not None:
+            return (key, *path)
+    return None
+
+
+def _get_item(value: Any, key: Any, subject: str) -> Any:
+    if isinstance(value, Mapping) and key in value:
+        return value[key]
+    if isinstance(value, tuple | list):
+        if isinstance(key, int) and -len(value) <= key < len(value):
+            return value[key]
+        if isinstance(key, str) and key in _fields(value):
+            return getattr(value, key)
+    elif isinstance(key, str) and not isinstance(value, torch.Tensor) and hasattr(value, key):
+        return getattr(value, key)
+    items = f" with {list(value)}" if isinstance(value, Mapping) else ""
+    items = f" of {len(value)}" if isinstance(value, tuple | list) else items
+    raise ProbeError(
+        f"The {subject} has no part {show_value(key)}: it is a {type(value).__name__}{items}."
+    )
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    return tuple(getattr(value, "_fields", ()))

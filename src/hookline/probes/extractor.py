@@ -17,12 +17,19 @@ from hookline.arguments import show_value
 from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import Hook
 from hookline.probes.captured_state import Check, shape_text
-from hookline.probes.nested_paths import parse_index
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
 from hookline.tensors.sharded import nested_values
 
-__all__ = ["REDUCTIONS", "By", "TensorExtractor", "call_user_function", "copy_tensor", "run_checks"]
+__all__ = [
+    "REDUCTIONS",
+    "By",
+    "TensorExtractor",
+    "call_user_function",
+    "copy_tensor",
+    "parse_index",
+    "run_checks",
+]
 
 By = Literal["copy", "reference"]
 
@@ -208,3 +215,39 @@ def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
         raise ConfigError(f"dtype: torch has no dtype {show_value(dtype)}.{nearest(dtype, names)}")
     return found
+
+
+def parse_index(index: Any, option: str) -> Any:
+    """Return an index into a tensor, also from text: `":, -1"` in a config file is `x[:, -1]`.
+
+    `option` is the option's name, for the `ConfigError` that is raised if it is not an index.
+    """
+    if isinstance(index, str):
+        parts = (part.strip() for part in index.strip("[] ").split(","))
+        return tuple(_parse_part(part, f"{option}={show_value(index)}") for part in parts)
+    for part in index if isinstance(index, tuple) else (index,):
+        if not (
+            isinstance(part, int | slice | list | torch.Tensor) or part is Ellipsis or part is None
+        ):
+            raise ConfigError(
+                f"{option}={show_value(index)} is not an index. Give a number, a slice, a list "
+                "of numbers, a "
+                "mask, a tuple of these, or text such as ':, -1'."
+            )
+    return index
+
+
+def _parse_part(part: str, given: str) -> Any:
+    if part == "...":
+        return Ellipsis
+    try:
+        numbers = [int(number) if number.strip() else None for number in part.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1 and numbers[0] is not None:
+        return numbers[0]
+    if 2 <= len(numbers) <= 3:
+        return slice(*numbers)
+    raise ConfigError(
+        f"{given} is not an index: {show_value(part)} is neither a number nor a slice."
+    )

@@ -141,13 +141,8 @@ class OutputGradients:
             gradients = map_tensors(
                 self.structure, lambda p: self.gradients.get(p.tensor_id), leaf=_Placeholder
             )
-            self._handle_checks()
+            state, checks = self.state(), list(self.checks.values())
+            if checks and isinstance(state, LazyState):
+                state.checks["gradient"] = partial(run_checks, checks)
             if not self.store.add_fields(self.key, gradient=gradients):
                 self.gradients.clear()  # the state was dropped: free what cannot be read
-
-    def _handle_checks(self) -> None:
-        checks, state = list(self.checks.values()), self.state()
-        if checks and self.store.policy == "spill":  # it may be written at once
-            run_checks(checks)
-        elif checks and isinstance(state, LazyState):
-            state.checks["gradient"] = partial(run_checks, checks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,19 +12,22 @@ import torch
 
 from hookline.arguments import show_value
 from hookline.dispatch import HookManager as Dispatch
-from hookline.errors import ConfigError, NameTakenError, ProbeError, listed
+from hookline.errors import ConfigError, HookFailedError, NameTakenError, ProbeError, listed
 from hookline.interrupts import HeldInterrupts
+from hookline.probes.attachment import Attachment
 from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
-from hookline.probes.probe import Probe
+from hookline.probes.probe import ForwardSchedule, Probe
 from hookline.probes.store import Counts, Policy, Store
-from hookline.probes.sync import ModuleProbe, ModuleProbeSync
+from hookline.probes.sync import arrange_probes
 from hookline.tensors.module_classes import module_class
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
 
 __all__ = ["HookManager", "ProbeInfo", "Probes"]
+
+log = logging.getLogger("hookline")
 
 P = TypeVar("P", bound=Probe)
 
@@ -62,6 +66,21 @@ class _ProbesInOrder(Dispatch):
     _by_group = False
 
 
+@dataclass(frozen=True, eq=False)
+class _ModuleProbe:
+    """A probe that is registered on one module."""
+
+    probe: Probe
+    module: torch.nn.Module
+    kind: str
+    every: int
+
+    def free(self) -> None:
+        """Free the captured states."""
+        if isinstance(self.probe, Capture):
+            self.probe.forget()
+
+
 class Probes:
     """Registers probes on modules, each under an id.
 
@@ -79,9 +98,7 @@ class Probes:
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep, over all hooks; never
             exceeded. None for no limit.
         enable_intervention: Whether hooks may edit what flows through modules.
-        policy: What happens to states that do not fit: `"drop_oldest"`, `"sample"`, `"spill"` (to
-            disk) or `"error"`.
-        folder: Where `"spill"` writes; by default the system's folder for temporary files.
+        policy: What happens to states that do not fit: `"drop_oldest"` or `"error"`.
         max_states_per_hook: How many states to keep for each hook; None for any number.
 
     Example:
@@ -101,7 +118,6 @@ class Probes:
         memory_limit_mb: float | None = 1024,
         enable_intervention: bool = False,
         policy: Policy = "drop_oldest",
-        folder: str | None = None,
         max_states_per_hook: int | None = None,
     ) -> None:
         if not isinstance(enable_intervention, bool):
@@ -119,15 +135,13 @@ class Probes:
             "memory_limit": memory_limit,
             "policy": policy,
             "cleanup_interval": cleanup_interval,
-            "folder": folder,
         }
         self._start()
 
     def _start(self) -> None:
         self._store = Store(**self._limits)
-        self._registered: dict[str, ModuleProbe] = {}
-        self._hooks = _ProbesInOrder(on_change=lambda: self._sync.sync(is_running=True))
-        self._sync = ModuleProbeSync(self._hooks, self._registered)
+        self._registered: dict[str, _ModuleProbe] = {}
+        self._hooks = _ProbesInOrder(on_change=self._sync)
         self._lock = threading.RLock()
         self._closed = False
 
@@ -222,7 +236,7 @@ class Probes:
             every = options.pop("every", 1)
             probe = make(module, **options)
             probe.probe_name = hook_id
-            self._registered[hook_id] = ModuleProbe(probe, module, kind, every)
+            self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
             try:
                 return self._hooks.add_hook(probe, hook_id, every=every)
             except BaseException:
@@ -258,7 +272,9 @@ class Probes:
         """Remove a hook from its module and free its states."""
         with self._lock, HeldInterrupts():
             self._hooks.remove_hook(hook_id)
-            self._registered.pop(hook_id).free()
+            entry = self._registered.pop(hook_id)
+            entry.probe.detach()
+            entry.free()
 
     def clear_hooks(self) -> None:
         """Remove all hooks."""
@@ -278,7 +294,7 @@ class Probes:
         """Remove all hooks and free everything; the manager cannot be used afterwards."""
         with self._lock:
             self._closed = True
-            self._sync.warn_uncalled()
+            self._warn_uncalled()
             self.clear_hooks()
             self._store.close()
 
@@ -287,6 +303,52 @@ class Probes:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    # -- attaching --------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """Attach the probes that are enabled, each to its module, and detach the others."""
+        with HeldInterrupts():
+            attached: list[Attachment] = []
+            for name, _, enabled in self._hooks.of_kind("probe"):
+                entry = self._registered[name]
+                probe = entry.probe
+                if enabled and probe.attachment is None:  # each call of the module is a forward
+                    guard = self._make_guard(name, entry)
+                    probe.attachment = Attachment(probe, {name: entry.module}, guard=guard)
+                if probe.attachment is not None:
+                    attached.append(probe.attachment)
+                    (probe.attachment.enable if enabled else probe.attachment.disable)()
+            arrange_probes(attached)
+
+    def _make_guard(self, name: str, entry: _ModuleProbe) -> Callable[..., Any]:
+        """Return the function that calls the probe's methods."""
+        guarded, registered = self._hooks.guard(name), self._registered
+
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
+            if registered.get(name) is not entry:
+                return None
+            try:
+                returned = guarded(function, *args)
+            except HookFailedError as error:  # outside of training, raise the probe's own error
+                cause = error.__cause__ if type(error) is HookFailedError else None
+                raise cause or error from None
+            if registered.get(name) is not entry:  # removed by another thread
+                entry.free()
+            return returned
+
+        return guard if entry.every == 1 else ForwardSchedule(entry.probe, entry.every, guard)
+
+    def _warn_uncalled(self) -> None:
+        """Log the enabled probes whose module was never called, with the likely cause."""
+        uncalled = {
+            name: attachment
+            for name, entry in self._registered.items()
+            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
+        }
+        for attachment in list(uncalled.values())[:1]:
+            cause = attachment.explain_uncalled(list(uncalled))
+            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -374,7 +436,7 @@ class Probes:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, but no hooks and no states."""
-        not_copied = ("_store", "_registered", "_hooks", "_sync", "_lock", "_closed")
+        not_copied = ("_store", "_registered", "_hooks", "_lock", "_closed")
         return {name: value for name, value in self.__dict__.items() if name not in not_copied}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ Predicate: TypeAlias = Callable[[str, nn.Module], object]
 
 Several: TypeAlias = list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]
 Which: TypeAlias = str | re.Pattern[str] | type | UnionType | nn.Module | Predicate | Several
-"""What `select` takes."""
+"""The ways to choose modules; see `select`."""
 
 
 def check_model(model: Any) -> None:

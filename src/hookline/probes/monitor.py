@@ -21,8 +21,14 @@ from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.reading import read_tensors, widest_float
-from hookline.tensors.running_counts import ActiveUnits, Histograms, unit_dimension
-from hookline.tensors.running_statistics import Bounds, RunningSums, Totals
+from hookline.tensors.running_statistics import (
+    ActiveUnits,
+    Bounds,
+    Histograms,
+    RunningSums,
+    Totals,
+    unit_dimension,
+)
 from hookline.tensors.sharded import local, nested_values
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
 

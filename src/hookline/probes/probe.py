@@ -18,7 +18,7 @@ from hookline.hook import Hook
 from hookline.interrupts import HeldInterrupts
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
-from hookline.probes.module_selection import Which, select
+from hookline.probes.module_selection import Which, check_model, select
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.taps import check_taps
 
@@ -164,6 +164,7 @@ class Probe(Hook):
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """Return the model's modules that the probe is for; raise if one does not exist."""
+        check_model(model)
         if self.modules is not None:
             return select(model, self.modules)
         if not self.taps:

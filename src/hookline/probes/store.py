@@ -2,41 +2,90 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
-import os
-import random
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
-from typing import Any, overload
+from typing import Annotated, Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
-from hookline.errors import ArgumentError, HookFailedError, HooklineError, listed
-from hookline.probes.captured_state import CONTENTS, CapturedState
-from hookline.probes.store_options import Policy, check_store_options
-from hookline.probes.stored_state import (
-    Counts,
-    ProbeStates,
-    SpilledState,
-    SpillError,
-    StorageCounter,
-    StoredState,
-    make_folder,
-    remove_folder,
-    write_state,
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from hookline.arguments import show_value
+from hookline.errors import (
+    ArgumentError,
+    ConfigError,
+    HookFailedError,
+    HooklineError,
+    listed,
+    nearest,
 )
+from hookline.probes.captured_state import CONTENTS, CapturedState
 from hookline.tensors.memory import storages
 
 __all__ = ["Counts", "Policy", "Store", "StoreFullError"]
 
 log = logging.getLogger("hookline")
 
+_POLICIES = ("drop_oldest", "error")
+_REMOVED_POLICIES = ("sample", "spill")
+_REMOVED = (
+    "'sample' and 'spill' are no longer policies. Use 'drop_oldest' or 'error', and capture less: "
+    "a schedule (every=…), a slice (select=…) or a smaller dtype"
+)
+
+
+def _reject_removed(policy: Any) -> Any:
+    if isinstance(policy, str) and policy in _REMOVED_POLICIES:
+        raise PydanticCustomError("removed_policy", _REMOVED)
+    return policy
+
+
+Policy = Annotated[Literal["drop_oldest", "error"], BeforeValidator(_reject_removed)]
+"""How states that do not fit are treated."""
+
 
 class StoreFullError(HookFailedError, MemoryError):
     """A state does not fit into the store, and nothing may be dropped. Training stops."""
+
+
+class Counts(NamedTuple):
+    """How many states a probe has captured, and where they are: `captured` is the sum."""
+
+    captured: int = 0
+    kept: int = 0
+    """In memory now."""
+    dropped: int = 0
+    """Did not fit."""
+    cleared: int = 0
+    """Removed by `clear`."""
+
+
+_Storages = Mapping[Any, tuple[int, Any]]
+"""The sizes and storages of a state, by address, as `storages` returns them."""
+
+
+@dataclass(slots=True, eq=False)
+class _ProbeStates:
+    """The states of one probe, oldest first."""
+
+    probe: str
+    # By key. The storages keep the memory alive: else its address might be reused while it counts.
+    stored: OrderedDict[int, tuple[CapturedState, _Storages]] = field(default_factory=OrderedDict)
+    since_cleanup: int = 0
+    captured: int = 0
+    dropped: int = 0
+    over_memory: int = 0  # of those dropped: because of the limit on bytes
+    over_total: int = 0  # because of the limit on the states of all probes together
+    cleared: int = 0
+    warned: bool = False
+
+    def counts(self) -> Counts:
+        return Counts(self.captured, len(self.stored), self.dropped, self.cleared)
 
 
 class Store:
@@ -47,25 +96,16 @@ class Store:
     other than tensors are not counted.
 
     Args:
-        max_states: How many states of each probe to keep in memory; None for all.
-        memory_limit: How many bytes to keep in memory, over all probes; None for no limit.
+        max_states: How many states of each probe to keep; None for all.
+        memory_limit: How many bytes to keep, over all probes; None for no limit.
         policy: What happens to states that do not fit:
 
             - `"drop_oldest"`: the oldest state is dropped; for bytes, the oldest of all probes;
-            - `"sample"`: a uniform random sample of all that a probe has captured is kept. For
-              bytes, the probe that holds the most drops a state first;
-            - `"spill"`: the oldest is written to disk and read back on demand. Only what cannot be
-              written is dropped;
             - `"error"`: `StoreFullError` is raised, and the states before are kept.
         cleanup_interval: How many captures to wait between two checks of `max_states` (captures of
             the probe) and `max_total_states` (of all): in between, up to `cleanup_interval - 1`
             more are kept. The limit on bytes, and the policy `"error"`, are always checked at once.
-        folder: Where `"spill"` writes, in a new folder that `close` removes; by default the
-            system's folder for temporary files.
-        seed: The seed of `"sample"`: the same captures and seed give the same sample. Other random
-            generators are not touched.
-        max_total_states: How many states to keep in memory, over all probes; None for all. With
-            `"sample"`, the probe that holds the most states drops one first.
+        max_total_states: How many states to keep, over all probes; None for all.
     """
 
     def __init__(
@@ -74,39 +114,41 @@ class Store:
         memory_limit: int | None = None,
         policy: Policy = "drop_oldest",
         cleanup_interval: int = 1,
-        folder: str | os.PathLike[str] | None = None,
-        seed: int = 0,
         max_total_states: int | None = None,
     ) -> None:
-        limits = {
-            "max_states": max_states,
-            "memory_limit": memory_limit,
-            "max_total_states": max_total_states,
-        }
-        check_store_options(limits, policy, cleanup_interval, folder)
+        _check_limit("max_states", max_states)
+        _check_limit("memory_limit", memory_limit)
+        _check_limit("max_total_states", max_total_states)
+        _check_limit("cleanup_interval", cleanup_interval, optional=False)
+        _check_policy(policy)
         self.max_states = max_states
         self.max_total_states = max_total_states
-        self._since_cleanup = 0
         self.memory_limit = memory_limit
         self.policy: Policy = policy
         self.cleanup_interval = cleanup_interval
-        self.seed = seed
         self._limit = math.inf if memory_limit is None else memory_limit
-        self._makes_room = policy in ("drop_oldest", "spill")  # for each new state
+        self._since_cleanup = 0
         self._lock = RLock()
-        self._storages = StorageCounter()
-        self._probes: dict[str, ProbeStates] = {}
-        # The probe of each state in memory, by key, oldest first.
-        self._oldest: OrderedDict[int, ProbeStates] = OrderedDict()
+        self._nbytes = 0
+        self._holders: dict[Any, int] = {}  # the number of states, by storage
+        self._probes: dict[str, _ProbeStates] = {}
+        # The probe of each state, by key, oldest first.
+        self._oldest: OrderedDict[int, _ProbeStates] = OrderedDict()
         self._keys = count()
-        self._files = count()
         self._closed = False
-        self.folder = make_folder(folder) if policy == "spill" else None
-        """Where spilled states are written."""
-        self._process = os.getpid()
-        self._remove_folder = weakref.finalize(self, remove_folder, self.folder, self._process)
+        self._owners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
     # -- adding
+
+    def unique_name(self, name: str, owner: Any) -> str:
+        """Return a name that no other owner has here: this one, or one with a number."""
+        with self._lock:
+            unique, number = name, 1
+            while self._owners.get(unique, owner) is not owner:
+                number += 1
+                unique = f"{name}_{number}"
+            self._owners[unique] = owner
+            return unique
 
     def add(self, probe: str, state: CapturedState) -> int:
         """Keep a state, make room for it, and return its key, also if it was dropped."""
@@ -119,20 +161,26 @@ class Store:
                 raise HooklineError("This store of captured states is closed. Create a new one.")
             states = self._probes.get(probe)
             if states is None:
-                # A generator for each: what other probes capture does not change its sample.
-                generator = random.Random(f"{self.seed} {probe}")
-                states = self._probes[probe] = ProbeStates(probe, generator)
+                states = self._probes[probe] = _ProbeStates(probe)
             states.captured += 1
-            stored = StoredState(next(self._keys), state, state_storages, nbytes)
-            if (self._makes_room and nbytes <= self._limit) or self._fits(states, stored):
-                self._keep(states, stored)
+            key = next(self._keys)
+            if self.policy == "error":
+                self._raise_if_full(states, state_storages)
+            if nbytes > self._limit:
+                states.dropped += 1
+                problem = f"has {nbytes} bytes, but memory_limit is {self._limit}. It was dropped"
+                _warn(states, problem)
+                return key
+            self._hold(state_storages)
+            states.stored[key] = state, state_storages
+            self._oldest[key] = states
             if self.max_states is not None:
                 self._enforce_max_states(states, self.max_states)
             if self.max_total_states is not None:
                 self._enforce_max_total(self.max_total_states)
-            if self._storages.nbytes > self._limit:
+            if self._nbytes > self._limit:
                 self._make_room()
-            return stored.key
+            return key
 
     def add_fields(self, key: int, **contents: Any) -> bool:
         """Add contents to a state that `add` returned the key of, within the limits.
@@ -144,57 +192,40 @@ class Store:
             raise ArgumentError(f"Cannot add {listed(unknown)}, only {listed(CONTENTS)}.")
         with self._lock:
             states = self._oldest.get(key)
-            if states is not None:
-                return self._add_in_memory(states, states.memory[key], contents)
-            for states in self._probes.values():
-                if key in states.disk:
-                    return self._add_on_disk(states, states.disk[key], contents)
-            return False
+            if states is None:
+                return False
+            state, released = states.stored[key]
+            values = zip(CONTENTS, state.contents(), strict=True)  # without waiting for any
+            before = {name: value for name, value in values if name in contents}
+            _set(state, contents)
+            held = storages(state.contents())
+            is_full = self._nbytes + self._count_new(held) > self._limit
+            is_too_large = sum(size for size, _ in held.values()) > self._limit
+            if is_too_large or (is_full and self.policy == "error"):
+                _set(state, before)
+                self._refuse(states, listed(contents))
+                return False
+            self._hold(held)
+            self._release(released)
+            states.stored[key] = state, held
+            self._make_room()
+            return key in states.stored
+
+    def _refuse(self, states: _ProbeStates, names: str) -> None:
+        problem = f"with its {names} would exceed memory_limit, {self._limit} bytes"
+        if self.policy == "error":
+            raise StoreFullError(_full(states, problem))
+        _warn(states, f"{problem}. It was not added")
 
     # -- reading
 
-    def states(self, probe: str) -> list[CapturedState]:
-        """Return a probe's states, oldest first; spilled ones are read back, all at once."""
-        return self.get(probe, slice(None))
-
-    def iter_states(self, probe: str, module: str | None = None) -> Iterator[CapturedState]:
-        """Yield a probe's states, or one module's; spilled ones are read one at a time."""
+    def states(self, probe: str, module: str | None = None) -> list[CapturedState]:
+        """Return a probe's states, or those of one module, oldest first."""
         with self._lock:
-            keys = [stored.key for stored in self._stored(probe, module)]
-        for key in keys:
-            with self._lock:
-                states = self._probes.get(probe)
-                stored = states and (states.memory.get(key) or states.disk.get(key))
-                if not stored:  # removed in the meantime
-                    continue
-                state = stored.read()
-            yield state
-
-    @overload
-    def get(self, probe: str, index: int, module: str | None = None) -> CapturedState: ...
-    @overload
-    def get(self, probe: str, index: slice, module: str | None = None) -> list[CapturedState]: ...
-    def get(
-        self, probe: str, index: int | slice, module: str | None = None
-    ) -> CapturedState | list[CapturedState]:
-        """Return a probe's state, or states, by index; no others are read from disk."""
-        with self._lock:
-            found = self._stored(probe, module)[index]
-            return [stored.read() for stored in found] if isinstance(found, list) else found.read()
-
-    def metadata(self, probe: str, module: str | None = None) -> list[CapturedState]:
-        """Return a probe's states without reading from disk: those have shapes for tensors."""
-        with self._lock:
-            return [stored.metadata for stored in self._stored(probe, module)]
-
-    def _stored(self, probe: str, module: str | None) -> list[StoredState]:
-        """Return a probe's states, or one module's, oldest first."""
-        if probe not in self._probes:
-            return []
-        states = self._probes[probe]
-        stored = (*states.memory.values(), *states.disk.values())
-        found = [entry for entry in stored if module is None or entry.metadata.module == module]
-        return sorted(found, key=lambda entry: entry.key)
+            if probe not in self._probes:
+                return []
+            states = [state for state, _ in self._probes[probe].stored.values()]
+        return [state for state in states if module is None or state.module == module]
 
     def counts(self, probe: str | None = None) -> Counts:
         """Return how many states of a probe, or of all together, there were and where they are."""
@@ -214,35 +245,30 @@ class Store:
     def nbytes(self) -> int:
         """The exact number of bytes kept in memory."""
         with self._lock:
-            return self._storages.nbytes
+            return self._nbytes
 
     # -- removing
 
     def clear(self, probe: str | None = None) -> None:
-        """Free a probe's states, or all; the counts are kept. A sample starts over."""
+        """Free a probe's states, or all; the counts are kept."""
         with self._lock:
             for states in [s for name, s in self._probes.items() if probe in (None, name)]:
-                states.cleared += len(states.memory) + len(states.disk)
-                for stored in list(states.memory.values()):
-                    self._free(states, stored)
-                while states.disk:
-                    self._remove_file(states.disk.popitem()[1])
-                states.highest.clear()
-                states.below = math.inf
+                states.cleared += len(states.stored)
+                while states.stored:
+                    self._free_oldest(states)
 
     def forget(self, probe: str) -> None:
-        """Free everything of a probe, also its files and counts."""
+        """Free everything of a probe, also its counts."""
         with self._lock:
             self.clear(probe)
             self._probes.pop(probe, None)
 
     def close(self) -> None:
-        """Free everything and remove the folder of spilled states."""
+        """Free everything; nothing can be added afterwards."""
         with self._lock:
             self._closed = True
             for probe in list(self._probes):
                 self.forget(probe)
-            self._remove_folder()
 
     def __enter__(self) -> Store:
         return self
@@ -256,33 +282,11 @@ class Store:
 
     # -- within the limits
 
-    def _fits(self, states: ProbeStates, stored: StoredState) -> bool:
-        """Return whether to keep a new state in memory; if not, it was spilled or dropped."""
-        if self.policy == "sample":
-            stored.rank = states.random.random()
-        if self.policy == "error":
-            self._raise_if_full(states, stored)
-        elif stored.nbytes > self._limit and self.policy == "spill":
-            self._spill(states, stored)
-            return False
-        elif stored.nbytes > self._limit:
-            states.dropped += 1
-            self._warn(
-                states,
-                f"a state has {stored.nbytes} bytes, but memory_limit is {self._limit}. It was "
-                "dropped",
-            )
-            return False
-        elif stored.rank >= states.below:
-            states.dropped += 1
-            return False
-        return True
-
-    def _raise_if_full(self, states: ProbeStates, stored: StoredState) -> None:
-        needed = self._storages.nbytes + self._storages.count_new(stored.storages)
+    def _raise_if_full(self, states: _ProbeStates, new: _Storages) -> None:
+        needed = self._nbytes + self._count_new(new)
         if needed > self._limit:
             problem = f"would take {needed} bytes, but memory_limit is {self._limit}"
-        elif self.max_states is not None and len(states.memory) >= self.max_states:
+        elif self.max_states is not None and len(states.stored) >= self.max_states:
             problem = f"would be one more than max_states, {self.max_states}"
         elif self.max_total_states is not None and len(self._oldest) >= self.max_total_states:
             problem = f"would be one more than {self.max_total_states} of all probes together"
@@ -291,145 +295,94 @@ class Store:
         states.dropped += 1
         raise StoreFullError(_full(states, problem))
 
-    def _keep(self, states: ProbeStates, stored: StoredState) -> None:
-        self._storages.hold(stored.storages)
-        states.nbytes += stored.nbytes
-        states.memory[stored.key] = stored
-        self._oldest[stored.key] = states
-        if self.policy == "sample":
-            heapq.heappush(states.highest, (-stored.rank, stored.key))
-
-    def _free(self, states: ProbeStates, stored: StoredState) -> None:
-        del states.memory[stored.key], self._oldest[stored.key]
-        states.nbytes -= stored.nbytes
-        self._storages.release(stored.storages)
-
-    def _enforce_max_states(self, states: ProbeStates, max_states: int) -> None:
+    def _enforce_max_states(self, states: _ProbeStates, max_states: int) -> None:
         """Enforce the limit on the number of states, every `cleanup_interval` captures."""
         states.since_cleanup += 1
         if states.since_cleanup >= self.cleanup_interval:
             states.since_cleanup = 0
-            while len(states.memory) > max_states:
-                self._evict(states)
+            while len(states.stored) > max_states:
+                self._free_oldest(states)
+                states.dropped += 1
 
     def _enforce_max_total(self, max_states: int) -> None:
         self._since_cleanup += 1
         if self._since_cleanup >= self.cleanup_interval:
             self._since_cleanup = 0
             while len(self._oldest) > max_states:
-                states = self._next_to_evict(lambda states: len(states.memory))
-                states.over_total += self._evict(states)
+                states = next(iter(self._oldest.values()))
+                self._free_oldest(states)
+                states.dropped += 1
+                states.over_total += 1
 
     def _make_room(self) -> None:
         """Enforce the limit on bytes. States that share memory free it with the last of them."""
-        while self._storages.nbytes > self._limit:
-            states = self._next_to_evict(lambda states: states.nbytes)
-            states.over_memory += self._evict(states)
-
-    def _next_to_evict(self, size: Callable[[ProbeStates], int]) -> ProbeStates:
-        """Return the probe that drops a state: that of the oldest, or for a sample the largest."""
-        if self.policy == "sample":
-            return max(self._probes.values(), key=size)
-        return next(iter(self._oldest.values()))
-
-    def _evict(self, states: ProbeStates) -> bool:
-        """Drop or spill one of a probe's states: the oldest, or that of the highest rank.
-
-        Return whether it was dropped.
-
-        A sample keeps the lowest ranks. A rank that was once too high is too high for later states
-        as well, or these would have better chances than those before.
-        """
-        if self.policy == "sample":
-            below, key = heapq.heappop(states.highest)
-            states.below = -below
-        else:
-            key = next(iter(states.memory))
-        stored = states.memory[key]
-        self._free(states, stored)
-        if self.policy == "spill":
-            self._spill(states, stored)
-            return False
-        states.dropped += 1
-        return True
-
-    def _spill(self, states: ProbeStates, stored: StoredState) -> None:
-        try:
-            states.disk[stored.key] = self._write(stored.key, stored.read())
-        except SpillError as error:
+        while self._nbytes > self._limit:
+            states = next(iter(self._oldest.values()))
+            self._free_oldest(states)
             states.dropped += 1
-            self._warn(states, f"{error}. It was dropped")
-        except BaseException:  # such as KeyboardInterrupt while writing
-            states.dropped += 1
-            raise
+            states.over_memory += 1
 
-    def _write(self, key: int, state: CapturedState) -> StoredState:
-        assert self.folder is not None
-        path = self.folder / f"{next(self._files)}.safetensors"
-        return StoredState(key, write_state(state, path), {}, 0)
+    def _free_oldest(self, states: _ProbeStates) -> None:
+        key, (_, released) = states.stored.popitem(last=False)
+        del self._oldest[key]
+        self._release(released)
 
-    def _add_in_memory(
-        self, states: ProbeStates, stored: StoredState, contents: dict[str, Any]
-    ) -> bool:
-        state = stored.state
-        assert isinstance(state, CapturedState)
-        values = zip(CONTENTS, state.contents(), strict=True)  # without checks: nothing waits
-        before = {name: value for name, value in values if name in contents}
-        _set(state, contents)
-        state_storages = storages(state.contents())
-        is_full = self._storages.nbytes + self._storages.count_new(state_storages) > self._limit
-        is_too_large = _size(state_storages) > self._limit
-        if (is_full and self.policy == "error") or (is_too_large and self.policy != "spill"):
-            _set(state, before)
-            problem = f"with its {listed(contents)} would exceed memory_limit, {self._limit} bytes"
-            if self.policy == "error":
-                raise StoreFullError(_full(states, problem))
-            self._warn(states, f"a state {problem}. It was not added")
-            return False
-        self._storages.hold(state_storages)
-        self._storages.release(stored.storages)
-        states.nbytes += _size(state_storages) - stored.nbytes
-        stored.storages, stored.nbytes = state_storages, _size(state_storages)
-        self._make_room()
-        return stored.key in states.memory or stored.key in states.disk
+    def _hold(self, held: _Storages) -> None:
+        """Count the storages of a state, each once, however many states share it."""
+        for key, (size, _) in held.items():
+            holders = self._holders.get(key, 0)
+            self._holders[key] = holders + 1
+            if not holders:
+                self._nbytes += size
 
-    def _add_on_disk(
-        self, states: ProbeStates, stored: StoredState, contents: dict[str, Any]
-    ) -> bool:
-        state = stored.read()
-        _set(state, contents)
-        try:
-            states.disk[stored.key] = self._write(stored.key, state)
-        except SpillError as error:
-            self._warn(states, f"{error}. Its {listed(contents)} was not added")
-            return False
-        self._remove_file(stored)
-        return True
+    def _release(self, released: _Storages) -> None:
+        """Undo one `_hold`."""
+        for key, (size, _) in released.items():
+            holders = self._holders[key] - 1
+            if holders:
+                self._holders[key] = holders
+            else:
+                del self._holders[key]
+                self._nbytes -= size
 
-    def _remove_file(self, stored: StoredState) -> None:
-        if isinstance(stored.state, SpilledState) and os.getpid() == self._process:
-            stored.state.path.unlink(missing_ok=True)  # a forked worker's parent still needs it
-
-    def _warn(self, states: ProbeStates, problem: str) -> None:
-        if not states.warned:
-            states.warned = True
-            log.warning(
-                "Probe '%s': %s. This warning is shown once. Capture less (a slice, another dtype, "
-                "fewer modules) or raise the limit.",
-                states.probe,
-                problem,
-            )
+    def _count_new(self, held: _Storages) -> int:
+        """Return how many bytes `_hold` would add."""
+        return sum(size for key, (size, _) in held.items() if key not in self._holders)
 
 
-def _full(states: ProbeStates, problem: str) -> str:
+def _check_limit(name: str, value: Any, *, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        none = " or None" if optional else ""
+        raise ConfigError(f"{name} must be a positive integer{none}, not {show_value(value)}.")
+
+
+def _check_policy(policy: Any) -> None:
+    if isinstance(policy, str) and policy in _POLICIES:
+        return
+    if isinstance(policy, str) and policy in _REMOVED_POLICIES:
+        raise ConfigError(f"policy is {policy!r}. {_REMOVED}.")
+    hint = nearest(policy, _POLICIES) if isinstance(policy, str) else ""
+    raise ConfigError(f"policy must be one of {listed(_POLICIES)}, not {show_value(policy)}.{hint}")
+
+
+def _warn(states: _ProbeStates, problem: str) -> None:
+    if not states.warned:
+        states.warned = True
+        log.warning(
+            "Probe '%s': a state %s. This warning is shown once. Capture less (a slice, another "
+            "dtype, fewer modules) or raise the limit.",
+            states.probe,
+            problem,
+        )
+
+
+def _full(states: _ProbeStates, problem: str) -> str:
     return (
         f"Probe '{states.probe}' has captured a state that {problem}. Clear states, capture less, "
-        "raise the limit, or use policy='drop_oldest', 'sample' or 'spill'."
+        "raise the limit, or use policy='drop_oldest'."
     )
-
-
-def _size(state_storages: dict[Any, tuple[int, Any]]) -> int:
-    return sum(size for size, _ in state_storages.values())
 
 
 def _set(state: CapturedState, contents: dict[str, Any]) -> None:

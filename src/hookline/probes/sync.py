@@ -1,30 +1,21 @@
-"""Attaching and detaching the probes of a manager, as they are registered and toggled.
-
-`ProbeSync` is for probes on a model in a training loop, `ModuleProbeSync` for probes on single
-modules outside of one.
-"""
+"""Attaching and detaching the probes of a manager, as they are registered and toggled."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import HookFailedError, NotSuppliedError, RegistrationError, listed
+from hookline.errors import NotSuppliedError, RegistrationError
 from hookline.interrupts import HeldInterrupts
-from hookline.probes.attachment import Attachment, Site
-from hookline.probes.capture import Capture
-from hookline.probes.module_callback import arrange_sites
-from hookline.probes.probe import ForwardSchedule, Probe
+from hookline.probes.attachment import Attachment
+from hookline.probes.call import Site, arrange_sites
+from hookline.probes.probe import Probe
 from hookline.probes.taps import Taps, arrange_taps
 
-__all__ = ["ModuleProbe", "ModuleProbeSync", "ProbeSync"]
-
-log = logging.getLogger("hookline")
+__all__ = ["ProbeSync", "arrange_probes"]
 
 
 class ProbeSync:
@@ -74,7 +65,7 @@ class ProbeSync:
                     self._attach(name, probe)
                 elif probe.attachment is not None:
                     probe.attachment.disable()
-            self._arrange(probe.attachment for probe, _ in probes.values())
+            arrange_probes(probe.attachment for probe, _ in probes.values() if probe.attachment)
 
     def close(self) -> None:
         """Remove all hooks of the probes from the model; what they have captured stays."""
@@ -82,21 +73,6 @@ class ProbeSync:
             for probe in self._attached.values():
                 if probe.attachment is not None and probe.attachment.context is self._context:
                     probe.attachment.close()
-
-    def _arrange(self, attachments: Iterable[Attachment | None]) -> None:
-        """Have the probes of each module and tap called in the order of the hooks."""
-        sites: dict[Any, list[Site]] = {}
-        taps: list[Taps] = []
-        for attachment in attachments:
-            if attachment is not None:
-                for site in attachment.sites.values():
-                    sites.setdefault(site.module, []).append(site)
-                taps += [attachment.taps] if attachment.taps is not None else []
-        for several in sites.values():
-            if not _is_sorted(several):
-                arrange_sites(several)
-        if not _is_sorted(taps):
-            arrange_taps(taps)
 
     def silence(self) -> None:
         """Hide all calls from the probes for good, also within a step: this process was forked."""
@@ -136,7 +112,7 @@ class ProbeSync:
         unchecked, self._unchecked = self._unchecked, []
         for probe in unchecked:
             if probe.attachment is not None and probe.attachment.enabled:
-                probe.attachment.uncalled_modules.warn_after_step()
+                probe.attachment.warn_after_step()
 
     def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
         """Return the function that calls the probe's methods; observers only when they are due."""
@@ -180,6 +156,21 @@ class ProbeSync:
         return is_due
 
 
+def arrange_probes(attachments: Iterable[Attachment]) -> None:
+    """Have the probes of each module and tap called in this order."""
+    sites: dict[Any, list[Site]] = {}
+    taps: list[Taps] = []
+    for attachment in attachments:
+        for site in attachment.sites.values():
+            sites.setdefault(site.module, []).append(site)
+        taps += [attachment.taps] if attachment.taps is not None else []
+    for several in sites.values():
+        if not _is_sorted(several):
+            arrange_sites(several)
+    if not _is_sorted(taps):
+        arrange_taps(taps)
+
+
 def _is_sorted(several: Sequence[Site] | Sequence[Taps]) -> bool:
     places = [each.place for each in several]
     return places == sorted(places)
@@ -188,63 +179,3 @@ def _is_sorted(several: Sequence[Site] | Sequence[Taps]) -> bool:
 def from_epoch(error: NotSuppliedError) -> None:
     """Raise that the loop does not provide the epoch; the name is the one that the log shows."""
     raise error
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleProbe:
-    """A probe that is registered on one module."""
-
-    probe: Probe
-    module: torch.nn.Module
-    kind: str
-    every: int
-
-    def free(self) -> None:
-        """Free the captured states."""
-        if isinstance(self.probe, Capture):
-            self.probe.forget()
-
-
-class ModuleProbeSync(ProbeSync):
-    """Keeps probes attached to modules of their own; each call of a module is a forward."""
-
-    def __init__(self, hooks: HookManager, registered: Mapping[str, ModuleProbe]) -> None:
-        super().__init__(hooks, None, None)
-        self._registered = registered
-
-    def _check(self, name: str, probe: Probe) -> None:
-        """Accept every probe: whether edits are allowed is checked at registration."""
-
-    def _attach(self, name: str, probe: Probe) -> None:
-        if probe.attachment is None:
-            module, guard = self._registered[name].module, self._make_guard(name, probe)
-            probe.attachment = Attachment(probe, {name: module}, guard=guard)
-        probe.attachment.enable()
-
-    def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
-        guarded, entry = self._hooks.guard(name), self._registered[name]
-
-        def guard(function: Callable[..., Any], *args: Any) -> Any:
-            if self._registered.get(name) is not entry:
-                return None
-            try:
-                returned = guarded(function, *args)
-            except HookFailedError as error:  # outside of training, raise the probe's own error
-                cause = error.__cause__ if type(error) is HookFailedError else None
-                raise cause or error from None
-            if self._registered.get(name) is not entry:  # removed by another thread
-                entry.free()
-            return returned
-
-        return guard if entry.every == 1 else ForwardSchedule(probe, entry.every, guard)
-
-    def warn_uncalled(self) -> None:
-        """Log the enabled probes whose module was never called, with the likely cause."""
-        uncalled = {
-            name: attachment
-            for name, entry in self._registered.items()
-            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
-        }
-        for attachment in list(uncalled.values())[:1]:
-            cause = attachment.uncalled_modules.explain(list(uncalled))
-            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,11 +21,12 @@ import torch
 from hookline.arguments import check_name, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.probes import compiled
+from hookline.probes.call import Site
 from hookline.probes.recomputation import is_recomputing, recomputes
 from hookline.tensors.name_patterns import matches_glob
 
 if TYPE_CHECKING:
-    from hookline.probes.attachment import Attachment, Site
+    from hookline.probes.attachment import Attachment
 
 __all__ = ["Taps", "arrange_taps", "tap"]
 
@@ -56,14 +57,11 @@ def tap(x: T, name: str) -> T:
 class Taps:
     """The named values that one attachment sees in its model: names, or globs as for modules."""
 
-    def __init__(
-        self, attachment: Attachment, patterns: Iterable[str], make_site: Callable[[str], Site]
-    ) -> None:
+    def __init__(self, attachment: Attachment, patterns: Iterable[str]) -> None:
         self.attachment = attachment
         self.patterns = tuple(patterns)
         self.enabled = False
         self.seen: set[str] = set()  # all names that occurred
-        self._make_site = make_site
         self._sites: dict[str, Site | None] = {}
         self._elsewhere: set[str] = set()  # matching names that also occurred outside of the model
         self._modules: set[int] | None = None
@@ -105,7 +103,7 @@ class Taps:
         """Return the site of a name, if a pattern matches it."""
         if name not in self._sites:
             wanted = any(_matches(pattern, name) for pattern in self.patterns)
-            site = self._make_site(name) if wanted else None
+            site = Site(self.attachment, name, None) if wanted else None
             if site is not None:
                 site.enabled = self.enabled
             self._sites[name] = site

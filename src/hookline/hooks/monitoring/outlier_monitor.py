@@ -13,7 +13,7 @@ from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.running_counts import unit_dimension
+from hookline.tensors.running_statistics import unit_dimension
 from hookline.tensors.sharded import local
 
 __all__ = ["OutlierMonitor"]
