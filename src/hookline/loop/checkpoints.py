@@ -157,7 +157,7 @@ class Checkpoints:
             return None
         if self._shared_saves is None:
             processes = self._ranks.processes
-            key = processes.share(uuid.uuid4().hex[:12])
+            key = processes.broadcast(uuid.uuid4().hex[:12])
             self._shared_saves = SharedSaves(key, processes.rank, processes.size)
         return self._shared_saves.next()
 
@@ -321,7 +321,7 @@ class Checkpoints:
         if self._ranks.is_alone:
             return
         unshared, self._unshared = self._unshared, []
-        shared: list[SaveResult] = self._ranks.processes.share(unshared)
+        shared: list[SaveResult] = self._ranks.processes.broadcast(unshared)
         if self._ranks.processes.is_main:
             return
         self._saver.release_parts([result.requested.absolute() for result in shared])
@@ -370,8 +370,8 @@ class Checkpoints:
         try:
             fire()
             if processes.is_main:
-                processes.share([])
-            while not processes.is_main and (asked := processes.share(None)):
+                processes.broadcast([])
+            while not processes.is_main and (asked := processes.broadcast(None)):
                 self.save(asked, wait=True)
                 requests.checkpoints = [one for one in requests.checkpoints if one not in asked]
             save, toggled = processes.any(bool(requests.checkpoints), self._ranks.hooks_toggled)

@@ -25,7 +25,7 @@ from hookline.loop.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from hookline.loop.loop_monitor import LoopMonitor
-    from hookline.loop.step_records import StepRecords
+    from hookline.loop.rank_sync import StepRecords
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
 

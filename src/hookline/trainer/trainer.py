@@ -69,7 +69,7 @@ from hookline.loop.random_state import (
     seed_everything,
     set_generator_state,
 )
-from hookline.loop.rank_metrics import RankMetrics
+from hookline.loop.rank_sync import RankMetrics
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
 from hookline.loop.weight_sharing import share_buffers
@@ -560,7 +560,7 @@ class Trainer:
         require_all_processes(self, "trainer.save_checkpoint()", unless=is_ending)
         if is_ending:
             (request,) = loop.with_folders([request], in_all_ranks=False)
-            self.strategy.processes.share([request])  # to the others, which wait for it
+            self.strategy.processes.broadcast([request])  # to the others, which wait for it
             return checkpoints.save([request], wait=True)
         try:
             return self._save([request], wait=True)
@@ -841,7 +841,7 @@ class Trainer:
         for scheduler in self.schedulers:
             if needs_metric(scheduler):
                 # hooks may have changed it in one process; not every epoch may be validated
-                loss = self.strategy.processes.share(metrics.get("val/loss"))
+                loss = self.strategy.processes.broadcast(metrics.get("val/loss"))
                 if loss is not None:
                     scheduler.step(loss)
             elif self.config.scheduler_every == "epoch":
@@ -1314,7 +1314,7 @@ class Trainer:
             if path is not None and not weights_only
         ):
             requested.append(SaveRequest())
-        requested = self.strategy.processes.share(requested)  # rank 0 knows the run's folder
+        requested = self.strategy.processes.broadcast(requested)  # rank 0 knows the run's folder
         for kind in reversed(split_requests(requested)):  # there may be time for only one
             saved = self._save(kind, wait=True)
             if saved is not None:

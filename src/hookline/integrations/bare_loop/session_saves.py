@@ -27,9 +27,14 @@ from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
 from hookline.loop.model_watch import ModelGroup
-from hookline.loop.processes import OneProcess, is_main_process, share_from_main, world_size
+from hookline.loop.processes import (
+    OneProcess,
+    broadcast_from_main,
+    is_main_process,
+    world_size,
+)
 from hookline.loop.random_state import random_state
-from hookline.loop.rank_sync import meet, trains_together
+from hookline.loop.rank_sync import trains_together, wait_for_ranks
 from hookline.loop.restoring import compare_checkpoint, load_fitting
 from hookline.loop.saved_state import check_session_state
 from hookline.loop.state_differences import describe_random_state
@@ -97,11 +102,11 @@ class SessionSaves:
                 loop.requests.checkpoint(request)
                 return None
             (request,) = loop.with_folders([request], in_all_ranks=False)
-            processes.share([request])  # with the others, which wait for it
+            processes.broadcast([request])  # with the others, which wait for it
             checkpoints.extra = dict(extra)
             return checkpoints.save([request], wait=True)
         if self._is_together:
-            meet("save_checkpoint")
+            wait_for_ranks("save_checkpoint")
             together = True
         else:
             together = not self._has_ended and loop.ranks.begin_save()
@@ -242,7 +247,7 @@ class SessionSaves:
         """
         context = self._loop.context
         if trains_together(context.model, context.optimizers):
-            meet("load_checkpoint")
+            wait_for_ranks("load_checkpoint")
         if given != "auto":
             if "://" in given:
                 from hookline.checkpoint.remote import fetch_checkpoint
@@ -250,7 +255,7 @@ class SessionSaves:
                 return Path(fetch_checkpoint(given, Path(str(runs or "runs")) / "fetched"))
             return find_checkpoint(Path(given), verify=True)
         found = self._find_run(runs, identity, others) if is_main_process() else None
-        decided: Path | None = share_from_main(found)
+        decided: Path | None = broadcast_from_main(found)
         return decided
 
     def _find_run(
