@@ -20,9 +20,11 @@ from hookline.printable import printable
 from hookline.tensors.sharded import local, shard_like
 
 __all__ = [
+    "compare_optimizers",
+    "compare_scaler",
+    "compare_schedulers",
     "describe_generators",
     "describe_hook_states",
-    "describe_objects",
     "describe_random_state",
 ]
 
@@ -35,14 +37,8 @@ _STATE_KEYS = {  # what the optimizers of torch have for each parameter after a 
     **{"Rprop": {"step", "prev", "step_size"}, "ASGD": {"step", "eta", "mu", "ax"}, "SGD": set()},
 }
 _DIVISORS = {
-    "step_size",
-    "T_max",
-    "T_0",
-    "T_i",
-    "T_mult",
-    "total_steps",
-    "total_size",
-    "step_ratio",
+    *("step_size", "step_ratio", "total_steps", "total_size"),
+    *("T_max", "T_0", "T_i", "T_mult"),
 }
 _PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
 _SCALARS = ("step", "mu_product", "eta", "mu")
@@ -51,39 +47,28 @@ _INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def describe_objects(
-    state: Mapping[str, Any],
-    *,
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    scaler: Any,
-) -> dict[tuple[str, int], list[str]]:
-    """Return what optimizers, schedulers and the scaler cannot load, by section and index.
+def compare_optimizers(optimizers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
+    """Return what optimizers cannot load, by index; if numbers differ, the first are compared."""
+    return {
+        index: [f"optimizer {index}: {line}" for line in _describe_optimizer(*pair)][:_MAX_SHOWN]
+        for index, pair in enumerate(zip(optimizers, saved, strict=False))
+    }
 
-    The index -1 stands for the whole section.
 
-    Args:
-        state: A saved state of the right form. Where numbers of objects differ, the first are
-            compared.
-        optimizers: The loop's optimizers.
-        schedulers: The loop's schedulers.
-        scaler: The loop's gradient scaler, or None.
-    """
-    found: dict[tuple[str, int], list[str]] = {}
-    for index, pair in enumerate(zip(optimizers, state["optimizers"], strict=False)):
-        found["optimizers", index] = [
-            f"optimizer {index}: {line}" for line in _describe_optimizer(*pair)
-        ]
-    for index, pair in enumerate(zip(schedulers, state["schedulers"], strict=False)):
-        found["schedulers", index] = [
-            f"scheduler {index}: {line}" for line in _describe_scheduler(*pair)
-        ]
-    if scaler is not None and state["scaler"] is not None:
-        own = scaler.state_dict()
-        lines = _describe_kinds(state["scaler"], own)
-        lines += [f"'{key}' is missing" for key in own if key not in state["scaler"]]
-        found["scaler", -1] = [f"the scaler: {line}" for line in lines]
-    return {place: lines[:_MAX_SHOWN] for place, lines in found.items() if lines}
+def compare_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
+    """Return what schedulers cannot load, by index, as `compare_optimizers` does."""
+    return {
+        index: [f"scheduler {index}: {line}" for line in _describe_scheduler(*pair)][:_MAX_SHOWN]
+        for index, pair in enumerate(zip(schedulers, saved, strict=False))
+    }
+
+
+def compare_scaler(scaler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return what the gradient scaler cannot load; nothing if there is none."""
+    own = {} if scaler is None else scaler.state_dict()
+    lines = _describe_kinds(saved, own)
+    lines += [f"'{key}' is missing" for key in own if key not in saved]
+    return [f"the scaler: {line}" for line in lines][:_MAX_SHOWN]
 
 
 def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.Module) -> list[str]:

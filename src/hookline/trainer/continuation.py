@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.errors import RunError
-from hookline.loop.restoring import compare_checkpoint, load_fitting
 from hookline.loop.saved_state import check_trainer_state
 from hookline.masking import mask_secrets
 from hookline.runs.crash_loop import check_crash_loop
@@ -23,14 +21,12 @@ from hookline.runs.manifest import read_run_manifest
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import find_unfinished_run
-from hookline.trainer.position_checks import describe_position
 from hookline.trainer.shared_reading import read_checkpoint
-from hookline.trainer.state_items import describe_gradients
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["describe_trainer_position", "find_start", "load_trainer_checkpoint"]
+__all__ = ["find_start", "load_trainer_checkpoint"]
 
 _SHOWN = 5
 
@@ -73,33 +69,20 @@ def load_trainer_checkpoint(
         found: the checkpoint.
         strict: raise if something does not fit, apart from hooks; otherwise load what fits.
     """
-    loop, model = trainer.loop, trainer.model
+    model = trainer.model
     checkpoint = read_checkpoint(trainer, found)
     check_trainer_state(checkpoint)
-    checkpoint = compare_checkpoint(
+    checkpoint = trainer.loop.state.restore_checkpoint(
         checkpoint,
-        loop.state,
-        trainer.hooks,
         model,
         trainer.strategy.processes,
         what=f"this trainer and its {type(model).__name__}",
         advice="Resume with the model and the optimizers of the run, load what fits with "
         "fit(…, strict=False), or start a new run.",
         strict=strict,
-        describe_more=partial(describe_trainer_position, trainer),
-        describe_unloadable=partial(describe_gradients, trainer.optimizers),
         more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
     )
-    load_fitting(checkpoint, loop.state, model)
     return checkpoint.state
-
-
-def describe_trainer_position(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
-    """Return why a trainer cannot continue at a saved position in its data, one line each."""
-    val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
-    fast_forward = trainer.config.fast_forward
-    saved = state["position"]
-    return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
 
 
 def _other_settings(trainer: Trainer, folder: Path | None) -> list[str]:

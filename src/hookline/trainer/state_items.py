@@ -13,13 +13,14 @@ from hookline.loop.checkpoints import numbers_in
 from hookline.loop.loop_state import StateItem
 from hookline.loop.processes import OneProcess
 from hookline.tensors.sharded import shard_like
+from hookline.trainer.position_checks import describe_position
 from hookline.trainer.rank_states import adapt_position
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["EpochProgress", "describe_gradients", "make_items"]
+__all__ = ["EpochProgress", "make_items"]
 
 
 @dataclass
@@ -75,19 +76,24 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         length = None if trainer.train_data is None else trainer.train_data.length()
         return adapt_position(saved, processes, length, trainer.device)
 
+    def compare_position(saved: Mapping[str, Any]) -> list[str]:
+        val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
+        fast_forward = trainer.config.fast_forward
+        return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
+
     gradients = _PendingGradients(trainer)
     return [
         StateItem("step", lambda: context.step, load_step),
         StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
         flag("round"),
-        StateItem("pending_gradients", gradients.save, gradients.load),
+        StateItem("pending_gradients", gradients.save, gradients.load, None, gradients.compare),
         flag("sanity_due"),
         flag("validation_due"),
         flag("epoch_started"),
         flag("epoch_over"),
         StateItem("settings", lambda: trainer.compared_settings),
         StateItem("strategy", strategy.state, strategy.load_state),
-        StateItem("position", save_position, load_position, adapt),
+        StateItem("position", save_position, load_position, adapt, compare_position, True),
         StateItem("epoch", lambda: loop.context.epoch, load_epoch),
     ]
 
@@ -118,16 +124,12 @@ class _PendingGradients:
                     if gradient is not None:
                         parameter.grad = shard_like(gradient.to(parameter.device), parameter)
 
-
-def describe_gradients(
-    optimizers: list[torch.optim.Optimizer], state: Mapping[str, Any]
-) -> dict[tuple[str, int], list[str]]:
-    """Return a line if gradients that wait for their optimizer are those of other parameters."""
-    gradients = state["pending_gradients"]
-    if len(gradients) == len(optimizers) and all(map(_have_shapes, gradients, optimizers)):
-        return {}
-    line = "the gradients of the step in progress are those of other parameters"
-    return {("pending_gradients", -1): [line]}
+    def compare(self, saved: list[list[Any] | None]) -> list[str]:
+        """Return a line if gradients that wait for their optimizer are of other parameters."""
+        optimizers = self._trainer.optimizers
+        if len(saved) == len(optimizers) and all(map(_have_shapes, saved, optimizers)):
+            return []
+        return ["the gradients of the step in progress are those of other parameters"]
 
 
 def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) -> bool:

@@ -56,9 +56,8 @@ from hookline.hook import Hook
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import ControlRequests, SaveRequest, split_requests
 from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
-from hookline.loop.event_context import EventContext
+from hookline.loop.event_context import EventContext, zero_grad
 from hookline.loop.forked_process import leave_in_forks, stay_in_forks
-from hookline.loop.loading import zero_grad
 from hookline.loop.loop import Loop, Phase, announce
 from hookline.loop.loop_state import SavedAttributes
 from hookline.loop.means import Means

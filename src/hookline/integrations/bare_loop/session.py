@@ -71,6 +71,7 @@ from hookline.loop.random_state import restore_random_state
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import HeldTermination, TerminationWatch
+from hookline.loop.state_differences import describe_random_state
 from hookline.loop.weak_methods import weak_method, weaken_methods
 
 if TYPE_CHECKING:
@@ -368,7 +369,9 @@ class Session:
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", self._own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
-            StateItem("random", self._random_state, load_random, _own_random),
+            StateItem(
+                "random", self._random_state, load_random, _own_random, describe_random_state, True
+            ),
         ]
 
     def _own_values(self) -> list[Any]:

@@ -35,9 +35,7 @@ from hookline.loop.processes import (
 )
 from hookline.loop.random_state import random_state
 from hookline.loop.rank_sync import trains_together, wait_for_ranks
-from hookline.loop.restoring import compare_checkpoint, load_fitting
 from hookline.loop.saved_state import check_session_state
-from hookline.loop.state_differences import describe_random_state
 from hookline.loop.weak_methods import weak_method
 from hookline.runs.identity import Identity
 
@@ -207,19 +205,15 @@ class SessionSaves:
             processes = OneProcess()
         else:
             processes = self._loading_ranks(len(state["ranks"]))
-        checkpoint = compare_checkpoint(
+        checkpoint = loop.state.restore_checkpoint(
             checkpoint,
-            loop.state,
-            loop.hooks,
             model,
             processes,
             what=f"this {type(loop.context.model).__name__}",
             advice="Attach the model, the optimizers and the schedulers that it was saved with, "
             "load what fits with load_checkpoint(…, strict=False), or start anew.",
             strict=strict,
-            describe_more=_describe_random,
         )
-        load_fitting(checkpoint, loop.state, model)
         loop.context.validated = dict(checkpoint.info.get("metrics") or {})
         state = checkpoint.state
         extra, random = state.get("extra", {}), state.get("random")
@@ -288,8 +282,3 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
         inner = inner.module
     return model if inner is model else unwrapped(inner)
-
-
-def _describe_random(state: Mapping[str, Any]) -> list[str]:
-    random = state.get("random")
-    return [] if random is None else describe_random_state(random)
