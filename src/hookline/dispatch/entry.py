@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, get_args
 
 from hookline.arguments import check_choice, check_flag, check_name, show_value
-from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus, costs_by_event
+from hookline.dispatch.accounting import CallStats, EventCost, HookInfo, HookStatus, costs_by_event
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
 from hookline.errors import (
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class Entry:
-    """What the manager keeps for a hook. Nothing of it is stored on the hook itself."""
+    """A registered hook. Nothing of this is stored on the hook itself."""
 
     name: str
     hook: Hook
@@ -89,10 +89,6 @@ class Entry:
         """Whether the hook is called in this process."""
         return self.status == "enabled" and self.is_here
 
-    def method(self, event: str) -> Callable[..., Any]:
-        """Return what is called for an event."""
-        return self.bindings[event].method
-
     @property
     def critical(self) -> bool:
         """Whether a failure of the hook stops training."""
@@ -123,8 +119,6 @@ class Entry:
 
     def info(self, elapsed: float) -> HookInfo:
         """Return the hook's `HookInfo`; `elapsed` is the run's time in seconds."""
-        costs = costs_by_event(self.call_stats)
-        seconds = sum(cost.seconds for cost in costs.values())
         return HookInfo(
             name=self.name,
             kind=self.hook.hookline_kind,
@@ -134,10 +128,7 @@ class Entry:
             events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
             failures=self.failures,
             last_error=self.last_error,
-            calls=sum(cost.calls for cost in costs.values()),
-            seconds=seconds,
-            share=seconds / elapsed if elapsed else 0.0,
-            costs=costs,
+            **_sum_costs(costs_by_event(self.call_stats), elapsed),
             options=mask_secrets(dict(self.hook.hookline_options)),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
@@ -167,18 +158,24 @@ class RemovedEntry:
     def info(self, elapsed: float) -> HookInfo:
         """Return the `HookInfo` for `summary()`, including earlier hooks of the same name."""
         last, earlier = self.last, self.previous
-        costs = costs_by_event(self.call_stats, earlier.costs)
-        seconds = sum(cost.seconds for cost in costs.values())
         return replace(
             last,
             status="removed",
-            calls=sum(cost.calls for cost in costs.values()),
-            seconds=seconds,
-            share=seconds / elapsed if elapsed else 0.0,
-            costs=costs,
+            **_sum_costs(costs_by_event(self.call_stats, earlier.costs), elapsed),
             failures=last.failures + earlier.failures,
             last_error=last.last_error or earlier.last_error,
         )
+
+
+def _sum_costs(costs: Mapping[str, EventCost], elapsed: float) -> dict[str, Any]:
+    """Return the fields of `HookInfo` about cost."""
+    seconds = sum(cost.seconds for cost in costs.values())
+    return {
+        "calls": sum(cost.calls for cost in costs.values()),
+        "seconds": seconds,
+        "share": seconds / elapsed if elapsed else 0.0,
+        "costs": costs,
+    }
 
 
 def _plain(value: Any) -> Any:

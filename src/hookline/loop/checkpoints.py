@@ -54,6 +54,7 @@ class Checkpoints:
         ranks: the ranks that train together.
         state: what is saved apart from the weights.
         weights: returns the weights.
+        no_folder: the error for a checkpoint that has no folder, and no run to put it into.
         is_sharded: whether each rank has a part of the parameters.
 
     Attributes:
@@ -74,11 +75,13 @@ class Checkpoints:
         ranks: RankSync,
         state: LoopState,
         weights: Callable[[], Mapping[str, Any]],
+        no_folder: HooklineError,
         is_sharded: bool = False,
     ) -> None:
         self._settings, self._context, self._hooks = settings, context, hooks
         self._requests, self._record, self._ranks = requests, record, ranks
         self._state, self._weights, self._is_sharded = state, weights, is_sharded
+        self._no_folder = no_folder
         self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
         self._shared_saves: SharedSaves | None = None
         self._is_weights_only = False  # the latest save
@@ -253,6 +256,29 @@ class Checkpoints:
             self.extra |= extra
         return list(dict.fromkeys(one for requests, _ in gathered for one in requests))
 
+    def with_folders(
+        self, requests: Sequence[SaveRequest], *, in_all_ranks: bool = True
+    ) -> list[SaveRequest]:
+        """Return requests with the folders of their checkpoints, which rank 0 knows."""
+
+        def fill() -> list[SaveRequest]:
+            return [
+                one if one.path is not None else one._replace(path=self._default_folder())
+                for one in requests
+            ]
+
+        return self._ranks.processes.call_on_main(fill) if in_all_ranks else fill()
+
+    def check_folder(self) -> None:
+        """Raise if there is no run whose folder a checkpoint can be saved into."""
+        if self._context.known("run") is None and self._ranks.processes.is_main:
+            raise self._no_folder
+
+    def _default_folder(self) -> Path:
+        self.check_folder()
+        run = self._context.known("run")
+        return Path(run.checkpoints) / f"step_{self._context.step:06d}"
+
     # -- reporting --------------------------------------------------------------------------------
 
     def report(self, *, wait: bool = False) -> list[SaveResult]:
@@ -356,14 +382,13 @@ class Checkpoints:
                 raise
             log.exception("The last checkpoint could not be saved.")
 
-    def serve_end(self, fire: Callable[[], None], with_folders: Callable[..., Any]) -> None:
+    def serve_end(self, fire: Callable[[], None]) -> None:
         """Fire `on_train_end` in all ranks; what a hook of one of them saves, all of them save.
 
         A hook in rank 0 saves at once, and the others wait for that after their own hooks.
 
         Args:
             fire: calls the hooks.
-            with_folders: returns requests with the folders of their checkpoints.
         """
         processes, requests = self._ranks.processes, self._requests
         self.is_serving_end = True
@@ -376,7 +401,7 @@ class Checkpoints:
                 requests.checkpoints = [one for one in requests.checkpoints if one not in asked]
             save, toggled = processes.any(bool(requests.checkpoints), self._ranks.hooks_toggled)
             if save:
-                self.save(with_folders(self.gather_requests()), wait=True)
+                self.save(self.with_folders(self.gather_requests()), wait=True)
             if toggled:
                 self._ranks.apply_toggles()
         finally:

@@ -7,12 +7,13 @@ the loop what happens. Whatever any training run needs is here, or in an object 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -21,7 +22,7 @@ from hookline.dispatch import HookManager
 from hookline.dispatch.failures import HookFailure
 from hookline.errors import HooklineError
 from hookline.interrupts import HeldInterrupts
-from hookline.loop.control_requests import ControlRequests, SaveRequest
+from hookline.loop.control_requests import ControlRequests
 from hookline.loop.event_context import EventContext
 from hookline.loop.loop_probes import LoopProbes
 from hookline.loop.loop_state import LoopState, SavedAttributes
@@ -35,13 +36,22 @@ if TYPE_CHECKING:
     from hookline.config.trainer_config import CheckpointConfig
     from hookline.loop.checkpoints import Checkpoints
 
-__all__ = ["Agreed", "Loop", "Phase", "announce", "loop_of", "processes_of"]
+__all__ = [
+    "Agreed",
+    "Loop",
+    "Phase",
+    "announce",
+    "leave_in_forks",
+    "loop_of",
+    "processes_of",
+    "stay_in_forks",
+]
 
 log = logging.getLogger("hookline")
 
 
 class Phase(Enum):
-    """What a loop is doing."""
+    """The stage that a loop is in."""
 
     IDLE = auto()  # it does not train: probes are not attached
     STARTING = auto()  # a run begins; hooks have not been called yet
@@ -50,7 +60,7 @@ class Phase(Enum):
 
 
 class Agreed(NamedTuple):
-    """What any rank has requested, as all of them know it."""
+    """Requests that any rank has made, as all of them know them."""
 
     stop: bool
     save: bool
@@ -273,6 +283,7 @@ class Loop:
                 ranks=self.ranks,
                 state=self.state,
                 weights=self._weights,
+                no_folder=self._no_folder,
                 is_sharded=self.is_sharded,
             )
         return self._checkpoints
@@ -281,30 +292,6 @@ class Loop:
     def has_checkpoints(self) -> bool:
         """Whether something was saved, or will be."""
         return self._checkpoints is not None
-
-    def with_folders(
-        self, requests: Iterable[SaveRequest], *, in_all_ranks: bool = True
-    ) -> list[SaveRequest]:
-        """Return requests with the folders of their checkpoints, which rank 0 knows."""
-        requests = list(requests)
-
-        def fill() -> list[SaveRequest]:
-            return [
-                one if one.path is not None else one._replace(path=self._default_folder())
-                for one in requests
-            ]
-
-        return self.ranks.processes.call_on_main(fill) if in_all_ranks else fill()
-
-    def check_folder(self) -> None:
-        """Raise if there is no run whose folder a checkpoint can be saved into."""
-        if self.context.known("run") is None and self.ranks.processes.is_main:
-            raise self._no_folder
-
-    def _default_folder(self) -> Path:
-        self.check_folder()
-        run = self.context.known("run")
-        return Path(run.checkpoints) / f"step_{self.context.step:06d}"
 
     def close_checkpoints(self) -> None:
         """Wait for what is being written, and free the memory."""
@@ -329,6 +316,35 @@ class Loop:
         context = self.context
         summary, epoch = self.hooks.summary(), context.known("epoch")
         self.record.close(context.status, reason, summary, error, context.step, epoch)
+
+
+_training: WeakSet[Loop] = WeakSet()
+_is_registered = False  # whether Python calls `_detach_loops` in forked processes
+
+
+def leave_in_forks(loop: Loop) -> None:
+    """Detach this loop, which begins to train, in every process that is forked from now on.
+
+    A worker of a `DataLoader` is such a process, and so is one that the script forks itself: their
+    copy of the loop must not call hooks or write to the run. A loop that has not begun is left
+    alone, since a forked process may be the one that trains it.
+    """
+    global _is_registered
+    if not _is_registered and hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_detach_loops)
+        _is_registered = True
+    _training.add(loop)
+
+
+def stay_in_forks(loop: Loop) -> None:
+    """Do nothing with this loop when a process is forked: it has ended."""
+    _training.discard(loop)
+
+
+def _detach_loops() -> None:
+    for loop in list(_training):
+        loop.detach_in_fork()
+    _training.clear()
 
 
 def loop_of(trainer: Any) -> Loop | None:

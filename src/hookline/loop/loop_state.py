@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from hookline.arguments import check_name, show_value
-from hookline.checkpoint.checkpoint_folder import Checkpoint
 from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.dispatch import HookManager
@@ -29,7 +28,6 @@ from hookline.loop.event_context import EventContext
 from hookline.loop.means import add_means
 from hookline.loop.processes import OneProcess
 from hookline.loop.record import Record
-from hookline.loop.saved_state import reported_damage
 from hookline.loop.state_differences import (
     compare_optimizers,
     compare_scaler,
@@ -38,6 +36,9 @@ from hookline.loop.state_differences import (
 )
 from hookline.tensors.memory import expand_buffers
 from hookline.tensors.sharded import is_sharded, shard_like
+
+if TYPE_CHECKING:
+    from hookline.checkpoint import Checkpoint
 
 __all__ = [
     "LoopState",
@@ -246,6 +247,8 @@ class LoopState:
         Raises:
             CheckpointError: it does not fit, or could not be loaded; the loop is as it was.
         """
+        from hookline.loop.saved_state import reported_damage  # pydantic takes long to import
+
         lazy = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()

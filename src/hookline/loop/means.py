@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hookline.context import LazyFloat, to_float
-from hookline.loop.processes import OneProcess
 
-__all__ = ["Means", "add_means", "add_pairs", "means_of_all"]
+__all__ = ["Means", "add_means"]
 
 _MAX_KEPT = 256  # tensors are kept up to this number, and then summed
 
@@ -101,14 +100,6 @@ class Means:
         }
 
 
-def means_of_all(means: Means, processes: OneProcess) -> dict[str, Any]:
-    """Return means over all processes, which all have to call this."""
-    if processes.size == 1:
-        return means.means()
-    sums = add_pairs(processes.gather(means.sums()))
-    return {name: total / weight for name, (total, weight) in sums.items()}
-
-
 def add_means(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the means of several states of `Means`, with the sums of their weights."""
     means: dict[str, Any] = {}
@@ -118,13 +109,3 @@ def add_means(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         total = sum(one["mean"] * one["weight"] for one in found)
         means[name] = {"mean": total / weight, "weight": weight}
     return means
-
-
-def add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
-    """Return the sums of pairs of numbers by name; not every mapping has to have all names."""
-    sums: dict[Any, tuple[float, float]] = {}
-    for one in several:
-        for name, (total, weight) in one.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + total, before[1] + weight)
-    return sums

@@ -1,4 +1,4 @@
-"""What the ranks of a loop tell each other: between two steps, and when they begin and end.
+"""Exchanges between the ranks of a loop: between two steps, and when they begin and end.
 
 A rank that stopped, skipped a step or toggled a hook alone would make the others wait for ever, or
 train another model. In a process that trains alone, everything here returns at once.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ from hookline.context import to_float
 from hookline.dispatch import HookManager, Schedule
 from hookline.errors import LoopError
 from hookline.loop.event_context import EventContext
-from hookline.loop.means import Means, add_pairs, means_of_all
+from hookline.loop.means import Means
 from hookline.loop.processes import OneProcess, ProcessGroup
 from hookline.tensors.barrier import barrier_with_timeout
+from hookline.tensors.memory import device_peak_mb
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.sharded import needs_collective
 
@@ -132,7 +133,10 @@ class RankSync:
 
     def means(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
-        return means_of_all(means, self.processes)
+        if self.is_alone:
+            return means.means()
+        sums = _add_pairs(self.processes.gather(means.sums()))
+        return {name: total / weight for name, (total, weight) in sums.items()}
 
     # -- loops in which not all ranks may make a call ---------------------------------------------
 
@@ -314,7 +318,7 @@ class StepRecords:
         gathered = processes.gather_on_main(own)
         if run is None or gathered is None:
             return
-        sums = add_pairs(gathered)
+        sums = _add_pairs(gathered)
         for key in sorted(sums, key=lambda key: key[:2]):  # a process need not have all names
             step, _, epoch, name = key
             total, weight = sums[key]
@@ -359,15 +363,23 @@ class RankMetrics:
 
 
 def _peak_memory(device: torch.device) -> float | None:
-    of_device = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
-    if of_device is not None:
-        return float(of_device(device)) / 1e6
-    if sys.platform == "win32":
-        return None
+    of_device = device_peak_mb(device)
+    if of_device is not None or sys.platform == "win32":
+        return of_device
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
+def _add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
+    """Return the sums of pairs of numbers by name; not every mapping has to have all names."""
+    sums: dict[Any, tuple[float, float]] = {}
+    for one in several:
+        for name, (total, weight) in one.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + total, before[1] + weight)
+    return sums
 
 
 def join_ranks(hooks: HookManager) -> ProcessGroup:

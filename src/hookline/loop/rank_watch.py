@@ -34,7 +34,7 @@ _runs = iter(range(1 << 62))  # fits of this process, the same number in all pro
 
 @dataclass
 class _Seen:
-    """What rank 0 knows about one process, with its own clock."""
+    """One process as rank 0 sees it, with its own clock."""
 
     heard: float
     moved: float

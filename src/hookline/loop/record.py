@@ -1,4 +1,4 @@
-"""What a loop records: its run, trackers, the values of steps, phase times and system samples.
+"""The record of a loop: its run, trackers, the values of steps, phase times and system samples.
 
 Without a run and without trackers, nothing is recorded, and little is imported.
 """
@@ -21,10 +21,9 @@ from hookline.dispatch.calling_hook import find_calling_hook
 from hookline.dispatch.failures import HookFailure
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.means import Means
-from hookline.loop.phase_times import PhaseTimes
+from hookline.loop.phase_times import LoopMonitor, PhaseTimes
 
 if TYPE_CHECKING:
-    from hookline.loop.loop_monitor import LoopMonitor
     from hookline.loop.rank_sync import StepRecords
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
@@ -151,8 +150,6 @@ class Record:
     ) -> None:
         """Sample the system and time the phases from now on, if a run is written."""
         if self.run is not None:
-            from hookline.loop.loop_monitor import LoopMonitor
-
             with HeldInterrupts():  # it has a thread
                 self._monitor = LoopMonitor(self.run, device, hooks, tokens)
             self.phases = self._monitor.phases

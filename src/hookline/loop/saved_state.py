@@ -59,7 +59,7 @@ class _LogPosition(TypedDict):
 
 
 class _HookState(TypedDict):
-    """What is saved of hooks in all loops."""
+    """The state of hooks, which all loops save."""
 
     hooks: dict[str, dict[Any, Any]]
     disabled: Names
@@ -70,7 +70,7 @@ class _HookState(TypedDict):
 
 
 class _Objects(TypedDict):
-    """What loops have whose checkpoints are ours."""
+    """The further state of loops whose checkpoints are ours."""
 
     classes: NotRequired[_Classes]
     optimizers: list[_Optimizer]
@@ -150,7 +150,7 @@ class _SessionRank(TypedDict):
 
 
 class _WatchedState(_HookState):
-    """What loops have that are not ours."""
+    """The further state of loops that are not ours."""
 
     attributes: NotRequired[Section]
     epoch: Count | None
@@ -166,7 +166,7 @@ class _SessionState(_WatchedState, _Objects):
 
 
 class _HostState(_WatchedState):
-    """What is saved of hooks with the checkpoint of another library's trainer."""
+    """The state that is saved with the checkpoint of another library's trainer."""
 
     batch_idx: Count
     run_id: str | None

@@ -1,12 +1,10 @@
-"""What in a saved state the objects of a loop cannot load, found without changing them."""
+"""Why the objects of a loop cannot load a saved state, found without changing them."""
 
 from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,8 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hookline.loop.random_state import generators_of, set_generator_state
-from hookline.options import BuiltIn
+from hookline.loop.random_state import describe_failure
 from hookline.printable import printable
 from hookline.tensors.sharded import local, shard_like
 
@@ -23,9 +20,7 @@ __all__ = [
     "compare_optimizers",
     "compare_scaler",
     "compare_schedulers",
-    "describe_generators",
     "describe_hook_states",
-    "describe_random_state",
 ]
 
 _MAX_SHOWN = 5
@@ -42,7 +37,6 @@ _DIVISORS = {
 }
 _PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
 _SCALARS = ("step", "mu_product", "eta", "mu")
-_MT19937_LENGTH = 624
 _INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -73,6 +67,8 @@ def compare_scaler(scaler: Any, saved: Mapping[str, Any]) -> list[str]:
 
 def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
     """Return what built-in hooks cannot load: values of another kind, averages of other weights."""
+    from hookline.options import BuiltIn  # pydantic takes long to import
+
     lines: list[str] = []
     own = hooks.state_dict()
     weights = {
@@ -105,37 +101,12 @@ def _describe_averages(
     return lines
 
 
-def describe_random_state(state: Any) -> list[str]:
-    """Return what is wrong with states of the global generators, if anything."""
-
-    def apply() -> None:
-        set_generator_state(random.Random(), state["python"])
-        torch.Generator().set_state(state["torch"].cpu())
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "numpy" in state:
-            _apply_to_copy(numpy.random.RandomState(), state["numpy"])
-
-    return _describe_failure("the random states", apply)
-
-
-def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[str]:
-    """Return which states do not fit the generators of these loaders; none if counts differ."""
-    generators = generators_of(loaders)
-    if len(generators) != len(states):
-        return []
-    lines: list[str] = []
-    for index, (generator, state) in enumerate(zip(generators, states, strict=True)):
-        place = f"the state of generator {index} of the loaders"
-        lines += _describe_failure(place, partial(_apply_to_copy, generator, state))
-    return lines
-
-
 def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     lines = list(_describe_groups(optimizer, saved))
     if type(optimizer).__module__.startswith("torch.optim"):
         lines += _describe_parameter_states(optimizer, saved)
         if not lines and type(optimizer).__name__ in _STATE_KEYS:
-            lines += _describe_failure("its state", partial(_try_step, optimizer, saved))
+            lines += describe_failure("its state", partial(_try_step, optimizer, saved))
     yield from lines
 
 
@@ -314,43 +285,3 @@ def _kind(value: Any) -> str | None:
         if isinstance(value, types):
             return name
     return f"a {type(value).__name__}"
-
-
-def _apply_to_copy(generator: Any, state: Any) -> None:
-    """Set a state on a new generator of the same type; raise if it is not valid.
-
-    numpy does not check positions in the state, and reads behind its end then.
-    """
-    if isinstance(generator, torch.Generator):
-        torch.Generator(generator.device).set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        set_generator_state(random.Random(), state)
-    elif hasattr(generator, "set_state"):
-        kind, keys, position, *_ = state
-        if kind != "MT19937" or len(keys) != _MT19937_LENGTH:
-            raise ValueError("it is not a state of MT19937")
-        _check_position(position, _MT19937_LENGTH)
-        set_generator_state(type(generator)(), state)
-    else:
-        own = generator.bit_generator.state
-        inner = state["state"]
-        if "pos" in own["state"]:
-            if len(inner["key"]) != _MT19937_LENGTH:
-                raise ValueError("it is not a state of MT19937")
-            _check_position(inner["pos"], _MT19937_LENGTH)
-        if "buffer_pos" in own:
-            _check_position(state["buffer_pos"], len(own["buffer"]))
-        type(generator.bit_generator)().state = state
-
-
-def _check_position(position: Any, length: int) -> None:
-    if not 0 <= int(position) <= length:
-        raise ValueError(f"its position is {printable(position, 40)}")
-
-
-def _describe_failure(what: str, apply: Callable[[], None]) -> list[str]:
-    try:
-        apply()
-    except Exception as error:  # whatever the libraries raise for a value of the wrong type
-        return [f"{what} cannot be restored: {type(error).__name__}: {printable(error)}"]
-    return []

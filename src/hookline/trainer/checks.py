@@ -22,7 +22,7 @@ from hookline.dispatch.binding import bind
 from hookline.errors import ArgumentError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
-from hookline.loop.unsupported_models import check_supported
+from hookline.loop.model_watch import check_supported
 from hookline.options import BuiltIn
 
 __all__ = [

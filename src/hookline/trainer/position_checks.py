@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hookline.errors import CheckpointError
-from hookline.loop.random_state import generators_of
-from hookline.loop.state_differences import describe_generators, describe_random_state
+from hookline.loop.random_state import describe_generators, describe_random_state, generators_of
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.loader_passes import skips_indices

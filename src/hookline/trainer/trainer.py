@@ -57,8 +57,7 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import ControlRequests, SaveRequest, split_requests
 from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
 from hookline.loop.event_context import EventContext, zero_grad
-from hookline.loop.forked_process import leave_in_forks, stay_in_forks
-from hookline.loop.loop import Loop, Phase, announce
+from hookline.loop.loop import Loop, Phase, announce, leave_in_forks, stay_in_forks
 from hookline.loop.loop_state import SavedAttributes
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
@@ -558,7 +557,7 @@ class Trainer:
             return None
         require_all_processes(self, "trainer.save_checkpoint()", unless=is_ending)
         if is_ending:
-            (request,) = loop.with_folders([request], in_all_ranks=False)
+            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
             self.strategy.processes.broadcast([request])  # to the others, which wait for it
             return checkpoints.save([request], wait=True)
         try:
@@ -571,7 +570,7 @@ class Trainer:
         """Save what was requested; return the last save's first folder if it is durable already."""
         if self.loop.is_forked:
             return None
-        return self.loop.checkpoints.save(self.loop.with_folders(requests), wait=wait)
+        return self.loop.checkpoints.save(self.loop.checkpoints.with_folders(requests), wait=wait)
 
     def _save_requested(self) -> None:
         self._save(self.loop.checkpoints.gather_requests())
@@ -1423,7 +1422,7 @@ class Trainer:
                 loop.phase = Phase.IDLE
                 self._watch_model()
                 if together:
-                    loop.checkpoints.serve_end(self._fire_end, loop.with_folders)
+                    loop.checkpoints.serve_end(self._fire_end)
                 elif phase is not Phase.STARTING:
                     self._fire_end()
         except BaseException as error:

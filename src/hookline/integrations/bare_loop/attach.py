@@ -27,8 +27,7 @@ from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.session import DefaultRuns, Session
-from hookline.loop.model_watch import ModelGroup
-from hookline.loop.unsupported_models import check_supported
+from hookline.loop.model_watch import ModelGroup, check_supported
 
 if TYPE_CHECKING:
     from hookline.runs.run import Run

@@ -61,17 +61,15 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
-from hookline.loop.forked_process import leave_in_forks, stay_in_forks
-from hookline.loop.loop import Loop, Phase, announce
+from hookline.loop.loop import Loop, Phase, announce, leave_in_forks, stay_in_forks
 from hookline.loop.loop_state import SavedAttributes, StateItem, adapt_means, adapt_tokens
 from hookline.loop.model_watch import CalledModules, ModelGroup
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
-from hookline.loop.random_state import restore_random_state
+from hookline.loop.random_state import describe_random_state, restore_random_state
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import HeldTermination, TerminationWatch
-from hookline.loop.state_differences import describe_random_state
 from hookline.loop.weak_methods import weak_method, weaken_methods
 
 if TYPE_CHECKING:
@@ -678,7 +676,7 @@ class Session:
         finally:
             if self.started and together:  # in all processes or in none: a hook of rank 0 may save
                 self._make_saves()
-                loop.checkpoints.serve_end(self._fire_end, loop.with_folders)
+                loop.checkpoints.serve_end(self._fire_end)
             elif self.started:
                 self._fire_end()
 

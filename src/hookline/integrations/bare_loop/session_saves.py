@@ -99,7 +99,7 @@ class SessionSaves:
             if not processes.is_main:
                 loop.requests.checkpoint(request)
                 return None
-            (request,) = loop.with_folders([request], in_all_ranks=False)
+            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
             processes.broadcast([request])  # with the others, which wait for it
             checkpoints.extra = dict(extra)
             return checkpoints.save([request], wait=True)
@@ -111,7 +111,7 @@ class SessionSaves:
         if not together and not processes.is_main:
             return None
         self.save_requested()
-        (request,) = loop.with_folders([request], in_all_ranks=together)
+        (request,) = checkpoints.with_folders([request], in_all_ranks=together)
         checkpoints.extra = dict(extra)
         return checkpoints.save([request], wait=wait, together=together)
 
@@ -129,7 +129,7 @@ class SessionSaves:
                 "loop and attach it; or call `session.save_checkpoint()` in the loop."
             )
         if request.path is None:
-            loop.check_folder()
+            loop.checkpoints.check_folder()
         loop.requests.checkpoint(request)
         loop.checkpoints.extra |= extra
 
@@ -143,7 +143,7 @@ class SessionSaves:
         """Save at the next boundary what any rank has requested. All ranks call this together."""
         loop = self._loop
         if requested:
-            asked = loop.with_folders(loop.checkpoints.gather_requests())
+            asked = loop.checkpoints.with_folders(loop.checkpoints.gather_requests())
             self._agreed = list(dict.fromkeys([*self._agreed, *asked]))
             self._random = random_state(device_of(loop.context.model))
             if not self._is_together:
