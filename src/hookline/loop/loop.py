@@ -78,6 +78,8 @@ class Loop:
         attributes: attributes of the trainer or session that checkpoints keep.
         weights: returns the weights for a checkpoint.
         no_folder: the error for a checkpoint without a folder.
+        processes: the processes that train together.
+        is_sharded: whether each of them has a part of the parameters.
 
     Attributes:
         probes: attaches probes to the model as they are toggled.
@@ -275,7 +277,7 @@ class Loop:
             from hookline.loop.checkpoints import Checkpoints
 
             self._checkpoints = Checkpoints(
-                self._settings,
+                settings=self._settings,
                 context=self.context,
                 hooks=self.hooks,
                 requests=self.requests,

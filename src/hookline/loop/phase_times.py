@@ -254,17 +254,7 @@ class LoopMonitor:
     """Records the system, the time of each phase and the tokens, on the training thread.
 
     A thread takes a sample of the system every few seconds; it is recorded at the end of the step
-    that training has reached then.
-
-    Args:
-        run: the run that is written.
-        device: where the model is trained.
-        hooks: the hooks, whose time is known from their accounting.
-        tokens: returns the number of tokens trained on; None if it is not known.
-
-    Attributes:
-        sampler: has a sample when it is time to record.
-        phases: the time of each phase.
+    that training has reached then. `tokens` returns how many were trained on, or None.
     """
 
     def __init__(

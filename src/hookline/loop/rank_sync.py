@@ -56,11 +56,6 @@ _NORM_ARGUMENTS = ("grad_norm", "ctx")
 class RankSync:
     """Keeps hooks, records and means of all ranks together.
 
-    Args:
-        processes: the processes that train together.
-        hooks: the hooks.
-        context: gets the schedule of the norm.
-
     Attributes:
         is_alone: whether no other process takes part.
         hooks_toggled: whether hooks were toggled in this process since all of them agreed.
@@ -282,14 +277,10 @@ class StepRecords:
         own_values: Mapping[str, float] | None = None,
         at: tuple[int, int] = (0, 0),
     ) -> None:
-        """Average what was kept over all processes, and record it in the run, if there is one.
+        """Average what was kept over all processes, and record it in the run of rank 0.
 
-        All processes have to call this.
-
-        Args:
-            run: the run; None in other ranks than 0.
-            own_values: values of this process alone, whose names begin with "ranks/".
-            at: the step and the epoch that these are recorded with.
+        All processes have to call this. `own_values` are those of this process alone, whose names
+        begin with "ranks/", and `at` is their step and epoch.
         """
         self._record(run, self._processes, own_values or {}, at)
 
@@ -326,37 +317,26 @@ class StepRecords:
 
 
 class RankMetrics:
-    """Measures this process: batches per second, and the most memory that it has had.
-
-    Args:
-        rank: the number of this process.
-        device: where it trains. On a CPU, the memory is that of the process.
-    """
+    """Measures this process: batches per second, and the most memory of it or its device."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self._prefix = f"ranks/{rank}"
-        self._device = device
-        self._start(0)
-
-    def _start(self, batches: int) -> None:
-        self._batches, self._since = batches, monotonic()
+        self._prefix, self._device = f"ranks/{rank}", device
+        self.start_epoch(0)
 
     def start_epoch(self, batches: int) -> None:
         """Count from here, where so many batches of the epoch were trained on before."""
-        self._start(batches)
+        self._batches, self._since = batches, monotonic()
 
     def measure(self, batches: int, *, is_last: bool = False) -> dict[str, float]:
         """Return the values since the last time by name; none if that was a short time ago.
 
-        Args:
-            batches: how many batches of the epoch were trained on.
-            is_last: whether the epoch is over.
+        So many batches of the epoch were trained on; `is_last` says that it is over.
         """
         seconds = monotonic() - self._since
         trained = batches - self._batches
         if trained <= 0 or (seconds < _METRICS_SECONDS and not is_last):
             return {}
-        self._start(batches)
+        self.start_epoch(batches)
         values = {f"{self._prefix}/batches_per_second": trained / max(seconds, 1e-9)}
         peak = _peak_memory(self._device)
         return values if peak is None else {**values, f"{self._prefix}/memory_peak_mb": peak}

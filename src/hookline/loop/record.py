@@ -86,7 +86,7 @@ class Record:
         """Start a run, and log its id, commit, configuration hash and hooks.
 
         Args:
-            identity: what is trained.
+            identity: describes what is trained.
             hooks: all hooks, in order.
             seed: the seed.
             device: where the model is trained.
@@ -178,13 +178,9 @@ class Record:
     def end_step(
         self, step: int, epoch: int | None, loss: Any, records: StepRecords | None
     ) -> None:
-        """Record the loss of a step, and the means of what was logged in it.
+        """Record the loss of a step, if it is known, and the means of what was logged in it.
 
-        Args:
-            step: the step.
-            epoch: the epoch; None if it is not known.
-            loss: its loss; None if that is not known.
-            records: keeps the values, for means over all ranks; None if this process is alone.
+        With `records`, they are kept there, for means over all ranks.
         """
         values = self._step_means.means()
         if loss is not None:
