@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
@@ -36,16 +37,7 @@ if TYPE_CHECKING:
     from hookline.config.trainer_config import CheckpointConfig
     from hookline.loop.checkpoints import Checkpoints
 
-__all__ = [
-    "Agreed",
-    "Loop",
-    "Phase",
-    "announce",
-    "leave_in_forks",
-    "loop_of",
-    "processes_of",
-    "stay_in_forks",
-]
+__all__ = ["Agreed", "Loop", "Phase", "announce", "loop_of", "processes_of"]
 
 log = logging.getLogger("hookline")
 
@@ -303,6 +295,20 @@ class Loop:
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def leave_in_forks(self) -> None:
+        """Detach this loop, which begins to train, in every process that is forked from now on.
+
+        A worker of a `DataLoader` is such a process, and so is one that the script forks itself:
+        their copy of the loop must not call hooks or write to the run. A loop that has not begun is
+        left alone, since a forked process may be the one that trains it.
+        """
+        _watch_forks()
+        _training.add(self)
+
+    def stay_in_forks(self) -> None:
+        """Do nothing with this loop when a process is forked: it has ended."""
+        _training.discard(self)
+
     def detach_in_fork(self) -> None:
         """Call no hook and write nothing any more: the parent of this forked process trains."""
         self.is_forked = True
@@ -320,33 +326,19 @@ class Loop:
         self.record.close(context.status, reason, summary, error, context.step, epoch)
 
 
-_training: WeakSet[Loop] = WeakSet()
-_is_registered = False  # whether Python calls `_detach_loops` in forked processes
+_training: WeakSet[Loop] = WeakSet()  # they are left in forked processes
 
 
-def leave_in_forks(loop: Loop) -> None:
-    """Detach this loop, which begins to train, in every process that is forked from now on.
-
-    A worker of a `DataLoader` is such a process, and so is one that the script forks itself: their
-    copy of the loop must not call hooks or write to the run. A loop that has not begun is left
-    alone, since a forked process may be the one that trains it.
-    """
-    global _is_registered
-    if not _is_registered and hasattr(os, "register_at_fork"):  # not on Windows
-        os.register_at_fork(after_in_child=_detach_loops)
-        _is_registered = True
-    _training.add(loop)
-
-
-def stay_in_forks(loop: Loop) -> None:
-    """Do nothing with this loop when a process is forked: it has ended."""
-    _training.discard(loop)
-
-
-def _detach_loops() -> None:
+def _detach_training() -> None:
     for loop in list(_training):
         loop.detach_in_fork()
     _training.clear()
+
+
+@cache  # once
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_detach_training)
 
 
 def loop_of(trainer: Any) -> Loop | None:

@@ -76,14 +76,6 @@ class Means:
         """Return all means by name."""
         return {name: mean.mean() for name, mean in self._by_name.items() if mean.weight}
 
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """Return the sums and the weights by name, read from the device."""
-        return {
-            name: (float(mean.mean()) * mean.weight, mean.weight)
-            for name, mean in self._by_name.items()
-            if mean.weight
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Return the means and their weights as numbers."""
         return {
@@ -100,9 +92,9 @@ class Means:
         }
 
 
-def add_means(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def add_means(several: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the means of several states of `Means`, with the sums of their weights."""
-    means: dict[str, Any] = {}
+    means: dict[Any, Any] = {}
     for name in dict.fromkeys(name for one in several for name in one):
         found = [one[name] for one in several if name in one]
         weight = sum(one["weight"] for one in found)

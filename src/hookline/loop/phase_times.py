@@ -269,7 +269,7 @@ class LoopMonitor:
         self.sampler = SystemSampler(run.path, device)
         self.phases = PhaseTimes(device)
         self._run, self._hooks, self._tokens = run, hooks, tokens
-        self._earlier = self._hook_seconds()  # of a training before, with the same hooks
+        self._earlier = self._hook_seconds()  # of a run before, with the same hooks
         self._cleanup = weakref.finalize(self, self.sampler.stop)
         self._cleanup.atexit = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from hookline.context import to_float
 from hookline.dispatch import HookManager, Schedule
 from hookline.errors import LoopError
 from hookline.loop.event_context import EventContext
-from hookline.loop.means import Means
+from hookline.loop.means import Means, add_means
 from hookline.loop.processes import OneProcess, ProcessGroup
 from hookline.tensors.barrier import barrier_with_timeout
 from hookline.tensors.memory import device_peak_mb
@@ -130,8 +130,8 @@ class RankSync:
         """Return means over all processes, which all have to call this."""
         if self.is_alone:
             return means.means()
-        sums = _add_pairs(self.processes.gather(means.sums()))
-        return {name: total / weight for name, (total, weight) in sums.items()}
+        added = add_means(self.processes.gather(means.state_dict()))
+        return {name: one["mean"] for name, one in added.items()}
 
     # -- loops in which not all ranks may make a call ---------------------------------------------
 
@@ -298,22 +298,22 @@ class StepRecords:
         at: tuple[int, int],
     ) -> None:
         kept, self._values = self._values, []
-        own: dict[Any, tuple[float, float]] = {}
+        own: dict[Any, Any] = {}
         for step, epoch, name, value in kept:
             attempt = 0  # a step that was skipped has the number of the step before
             while (step, attempt, epoch, name) in own:
                 attempt += 1
-            own[step, attempt, epoch, name] = (to_float(value), 1.0)
+            own[step, attempt, epoch, name] = {"mean": to_float(value), "weight": 1.0}
         step, epoch = at
-        own |= {(step, 0, epoch, name): (value, 1.0) for name, value in own_values.items()}
+        for name, value in own_values.items():
+            own[step, 0, epoch, name] = {"mean": value, "weight": 1.0}
         gathered = processes.gather_on_main(own)
         if run is None or gathered is None:
             return
-        sums = _add_pairs(gathered)
-        for key in sorted(sums, key=lambda key: key[:2]):  # a process need not have all names
+        means = add_means(gathered)
+        for key in sorted(means, key=lambda key: key[:2]):  # a process need not have all names
             step, _, epoch, name = key
-            total, weight = sums[key]
-            run.log(step, epoch, name, total / weight)
+            run.log(step, epoch, name, means[key]["mean"])
 
 
 class RankMetrics:
@@ -350,16 +350,6 @@ def _peak_memory(device: torch.device) -> float | None:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
-
-
-def _add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
-    """Return the sums of pairs of numbers by name; not every mapping has to have all names."""
-    sums: dict[Any, tuple[float, float]] = {}
-    for one in several:
-        for name, (total, weight) in one.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + total, before[1] + weight)
-    return sums
 
 
 def join_ranks(hooks: HookManager) -> ProcessGroup:

@@ -57,7 +57,7 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import ControlRequests, SaveRequest, split_requests
 from hookline.loop.evaluation import count_tokens, evaluation, make_counter, samples_in
 from hookline.loop.event_context import EventContext, zero_grad
-from hookline.loop.loop import Loop, Phase, announce, leave_in_forks, stay_in_forks
+from hookline.loop.loop import Loop, Phase, announce
 from hookline.loop.loop_state import SavedAttributes
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
@@ -656,7 +656,7 @@ class Trainer:
         config, loop, processes = self.config, self.loop, self.strategy.processes
         context = loop.context
         loop.phase = Phase.STARTING
-        leave_in_forks(loop)
+        loop.leave_in_forks()
         self._plan = self._make_plan()
         context.restart()
         context.validated = {}
@@ -1435,7 +1435,7 @@ class Trainer:
             loop.state.overrides = {}
             with HeldInterrupts(), ExitStack() as steps:
                 # Called from the last to the first, each also if another one fails.
-                steps.callback(stay_in_forks, loop)
+                steps.callback(loop.stay_in_forks)
                 steps.callback(self._end_record)
                 steps.callback(self.hooks.run_ended)
                 steps.callback(loop.sync_probes)

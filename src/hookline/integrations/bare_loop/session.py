@@ -61,7 +61,7 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
-from hookline.loop.loop import Loop, Phase, announce, leave_in_forks, stay_in_forks
+from hookline.loop.loop import Loop, Phase, announce
 from hookline.loop.loop_state import SavedAttributes, StateItem, adapt_means, adapt_tokens
 from hookline.loop.model_watch import CalledModules, ModelGroup
 from hookline.loop.phase_times import PhaseTimes
@@ -413,7 +413,7 @@ class Session:
         _attached.discard(self)
         self.loop.stop_listening()
         self.hooks.run_ended()
-        stay_in_forks(self.loop)
+        self.loop.stay_in_forks()
         if self._cancel_detach_at_exit is not None:
             self._cancel_detach_at_exit()
 
@@ -520,7 +520,7 @@ class Session:
         self._cancel_detach_at_exit = detach_at_exit(self)
         self.started = True
         loop.phase = Phase.IN_STEP
-        leave_in_forks(loop)
+        loop.leave_in_forks()
         self._watch_termination()
         self.hooks.run_started()
         with AllowedInterrupts():
