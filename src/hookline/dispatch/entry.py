@@ -204,22 +204,22 @@ def unknown_hook(name: Any, known: list[str]) -> UnknownHookError:
 
 
 def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:
-    """Return the name of a new hook: the given one, the hook's own, or one from its class.
+    """Return the name of a new hook: as asked for, the hook's own, or one from its class.
 
     Raises:
-        NameTakenError: the given name is taken, without `replace`.
+        NameTakenError: the name is taken, without `replace`.
     """
-    given = name if name is not None else hook.hookline_name
-    if given is not None:
-        if not (isinstance(given, str) and given):
+    wanted = name if name is not None else hook.hookline_name
+    if wanted is not None:
+        if not (isinstance(wanted, str) and wanted):
             raise ArgumentError(
-                f"A hook's name must be a non-empty string, not {show_value(given)}."
+                f"A hook's name must be a non-empty string, not {show_value(wanted)}."
             )
-        if given in taken and not replace:
+        if wanted in taken and not replace:
             raise NameTakenError(
-                f"The name '{given}' is taken. Choose another with name=…, or pass replace=True."
+                f"The name '{wanted}' is taken. Choose another with name=…, or pass replace=True."
             )
-        return str.__str__(given)  # a subclass may have another text
+        return str.__str__(wanted)  # a subclass may have another text
     automatic = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_group:  # built-ins: ConsoleLogHook is `console_log`
         automatic = automatic.removesuffix("_hook")
@@ -228,9 +228,9 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
 
 
-def choose_ranks(entry: Entry, given: Any) -> Ranks:
-    """Return in which processes a new hook is called: as given, or as its class says."""
-    ranks: Any = type(entry.hook).ranks if given is None else given
+def choose_ranks(entry: Entry, wanted: Any) -> Ranks:
+    """Return in which processes a new hook is called: as asked for, or as its class says."""
+    ranks: Any = type(entry.hook).ranks if wanted is None else wanted
     check_choice(f"The ranks of '{entry.name}'", ranks, get_args(Ranks))
     if ranks != "all" and entry.hook.hookline_kind == "update":
         raise RegistrationError(

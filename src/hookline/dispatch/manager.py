@@ -324,13 +324,13 @@ class HookManager:
 
     # -- firing -----------------------------------------------------------------------------------
 
-    def fire(self, event: str, /, **given: Any) -> None:
+    def fire(self, event: str, /, **arguments: Any) -> None:
         """Fire an event with these arguments; the manager's source provides the others."""
         found = find_event(event)
         dispatch = getattr(self.dispatchers, found.name)
-        arguments = EventArguments(self, found, given)  # checks the names even if no hook listens
+        context = EventArguments(self, found, arguments)  # checks names even if no hook listens
         if dispatch is not None:
-            dispatch(arguments)
+            dispatch(context)
 
     if TYPE_CHECKING:  # the methods that are added below: `manager.on_epoch_end(epoch=3)`
 
