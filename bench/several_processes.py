@@ -212,7 +212,7 @@ def _train(strategy: str, batches: _Batches) -> None:
 
 def _talking() -> dict[str, Candidate]:
     from hookline.loop.processes import ProcessGroup
-    from hookline.loop.step_records import StepRecords
+    from hookline.loop.rank_sync import StepRecords
 
     processes = ProcessGroup(started_here=False)
     records = StepRecords(processes)

@@ -83,7 +83,7 @@ def main(rounds: int, folder: Path) -> None:
     buffers = [torch.zeros_like(tensor) for tensor in tensors]
     saver = CheckpointSaver()
     saver.prepare(model=model, state=state, shards_only=not processes.is_main)
-    token = processes.share(uuid.uuid4().hex[:12])
+    token = processes.broadcast(uuid.uuid4().hex[:12])
     saves = SharedSaves(token, processes.rank, processes.size)
     ratios: list[float] = []
     for i in range(rounds + 1):
@@ -93,7 +93,7 @@ def main(rounds: int, folder: Path) -> None:
         saver.save([folder / "step"], model=model, state=state, info={}, shared=saves.next())
         blocked = perf_counter() - begin
         saver.wait()
-        results = processes.share(saver.finished())
+        results = processes.broadcast(saver.finished())
         assert results[0].error is None, results[0].error
         saver.release_parts()
         if processes.is_main:

@@ -133,10 +133,9 @@ def read_parts(folder: Path) -> dict[str, Any]:
 def fork(folder: Path) -> dict[str, Any]:
     """A new run from the checkpoint of two ranks; what each rank reads; and a damaged file."""
     from hookline.loop import loop_state
-    from hookline.trainer import forking
 
     trainer, _ = make(folder / "fork", **FSDP)
-    load, load_optimizer = forking.load_weights, loop_state.load_optimizer
+    load, load_optimizer = loop_state.load_weights, loop_state.load_optimizer
     read: list[Any] = []
 
     def keep_weights(model: nn.Module, weights: Any) -> None:
@@ -147,9 +146,9 @@ def fork(folder: Path) -> dict[str, Any]:
         read.extend(one["exp_avg"] for one in state["state"].values())
         load_optimizer(optimizer, state)
 
-    forking.load_weights, loop_state.load_optimizer = keep_weights, keep_optimizer
+    loop_state.load_weights, loop_state.load_optimizer = keep_weights, keep_optimizer
     trainer.fit(loaders()[0], fork_from=checkpoint_of(folder / "two"))
-    forking.load_weights, loop_state.load_optimizer = load, load_optimizer
+    loop_state.load_weights, loop_state.load_optimizer = load, load_optimizer
     message = ""
     try:
         make(folder / "fork", **FSDP)[0].fit(loaders()[0], fork_from=folder / "damaged")

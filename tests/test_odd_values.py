@@ -36,7 +36,7 @@ from hookline.errors import TrainingError
 from hookline.files.limits import FileLimits
 from hookline.hooks.metric_lookup import metric_value
 from hookline.loop.processes import OneProcess
-from hookline.loop.step_records import StepRecords
+from hookline.loop.rank_sync import StepRecords
 
 
 def try_quietly(call: Call, value: str) -> Raw | None:

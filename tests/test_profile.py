@@ -20,7 +20,7 @@ from hookline.hooks.monitoring.runtime_profile import RuntimeProfile
 from hookline.hooks.monitoring.torch_profiler import TorchProfiler
 from hookline.runs.jsonl_reader import read_records
 from hookline.tensors import timing
-from hookline.tensors.timing import mark, timed_device
+from hookline.tensors.timing import record_time, timed_device
 
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -276,7 +276,7 @@ def test_a_bare_loop_that_tells_its_batches_is_profiled(tmp_path: Path) -> None:
 
 def test_a_cpu_is_timed_by_the_wall_clock() -> None:
     assert timed_device(torch.device("cpu")) is None
-    assert isinstance(mark(None), float)
+    assert isinstance(record_time(None), float)
 
 
 def test_a_device_without_timed_events_is_timed_by_the_wall_clock() -> None:
@@ -288,7 +288,7 @@ def test_an_accelerator_is_timed_by_its_own_clock(tmp_path: Path) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     assert timed_device(device) == device
-    assert isinstance(mark(device), torch.Event)
+    assert isinstance(record_time(device), torch.Event)
     values = recorded(trained(tmp_path, RuntimeProfile(2), device=str(device)))
     assert values[6, "profile/train/dl_train/time_forward_ms"] > 0
     assert values[6, "profile/memory_peak_mb"] > 0

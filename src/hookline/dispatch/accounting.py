@@ -1,4 +1,4 @@
-"""What hooks cost: calls, time and share of the run, from sampled clocks.
+"""The cost of hooks: calls, time and share of the run, from sampled clocks.
 
 Reading a clock takes longer than a small hook does. So about one event in 250 is timed, at random
 intervals, and the time of the other calls is estimated from it. Slow hooks and hooks with a
@@ -28,7 +28,6 @@ __all__ = [
     "RunClock",
     "Summary",
     "costs_by_event",
-    "make_timing_gaps",
 ]
 
 log = logging.getLogger("hookline")
@@ -57,20 +56,6 @@ def costs_by_event(
             before = costs.get(event, EventCost(0, 0.0))
             costs[event] = EventCost(before.calls + stats.calls, before.seconds + stats.seconds)
     return costs
-
-
-def make_timing_gaps() -> Callable[[int], int]:
-    """Return a function that returns after how many events the next one is timed.
-
-    The first eight are all timed, because some events happen only a few times in a run. It has a
-    random generator of its own, so that training's random numbers are not consumed.
-    """
-    rng = random.Random(0)
-
-    def next_gap(fired: int) -> int:
-        return 1 if fired < 8 else rng.randint(128, 384)
-
-    return next_gap
 
 
 @dataclass
@@ -233,7 +218,7 @@ class Summary:
 
 
 class RunClock:
-    """Measures how long the run takes, and warns when hooks exceed their budget."""
+    """Measures the run, chooses the events that are timed, and checks the budget of hooks."""
 
     def __init__(self, settings: HookSettings) -> None:
         self._settings = settings
@@ -243,6 +228,7 @@ class RunClock:
         self._next_check = math.inf
         self._first_step: int | None = None
         self._after_warm_up: tuple[int, Summary] | None = None
+        self._random = random.Random(0)  # training's random numbers are not consumed
 
     def start(self) -> None:
         """Start the clock, or continue it in another run."""
@@ -270,39 +256,41 @@ class RunClock:
         ended = perf_counter() if self._ended is None else self._ended
         return self._earlier + ended - self._started
 
-    def is_budget_check_due(self) -> bool:
-        """Return whether the budget is looked at now: after a second, and then once a second."""
-        return perf_counter() >= self._next_check
+    def next_gap(self, fired: int) -> int:
+        """Return after how many events the next one is timed, of an event that was fired so often.
 
-    def is_step_measured(self, step: int) -> bool:
-        """Return whether `check_budget` has something to do in this step.
-
-        It has after the first steps, and again when `budget_after` seconds and enough steps have
-        passed since.
+        The first eight are all timed, because some events happen only a few times in a run.
         """
-        if self._first_step is None:
-            self._first_step = step
-        if self._after_warm_up is None:
-            return step - self._first_step >= WARM_UP_STEPS
-        return step - self._after_warm_up[0] >= BUDGET_STEPS
+        return 1 if fired < 8 else self._random.randint(128, 384)
 
-    def check_budget(self, step: int, summary: Summary) -> None:
+    def check_budget(
+        self, read_step: Callable[[], int | None], summarize: Callable[[], Summary]
+    ) -> None:
         """Warn once, naming the costliest hook, if hooks exceed their budget.
 
         The first steps are left out: compilation, imports and allocation are not representative.
+        The budget is looked at when `budget_after` seconds and enough steps have passed since, and
+        then once a second.
         """
-        if self._after_warm_up is None:
-            self._after_warm_up = step, summary
-            self._next_check = perf_counter() + self._settings.budget_after
+        if perf_counter() < self._next_check or (step := read_step()) is None:
             return
-        self._next_check = perf_counter() + 1.0
-        before, budget = self._after_warm_up[1], self._settings.budget
+        if self._first_step is None:
+            self._first_step = step
+        if self._after_warm_up is None:
+            if step - self._first_step >= WARM_UP_STEPS:
+                self._after_warm_up = step, summarize()
+                self._next_check = perf_counter() + self._settings.budget_after
+        elif step - self._after_warm_up[0] >= BUDGET_STEPS:
+            self._next_check = perf_counter() + 1.0
+            self._compare_with_budget(self._after_warm_up[1], summarize())
+
+    def _compare_with_budget(self, before: Summary, summary: Summary) -> None:
         spent = defaultdict[tuple[str, str], float](float)
         for hook in summary.hooks:
             spent[hook.name, hook.cls] += hook.seconds
         for hook in before.hooks:
             spent[hook.name, hook.cls] -= hook.seconds
-        seconds = summary.seconds - before.seconds
+        seconds, budget = summary.seconds - before.seconds, self._settings.budget
         total = sum(spent.values())
         if budget is None or total <= budget * seconds:
             return

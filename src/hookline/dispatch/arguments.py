@@ -25,17 +25,17 @@ _POSITIONS: Mapping[str, tuple[str, ...]] = {
 
 
 class EventArguments:
-    """Has the given arguments as attributes; takes others from `ctx` or the manager's source.
+    """Has the arguments of an event as attributes; takes others from `ctx` or the manager's source.
 
     Raises:
-        UnknownEventError: the event has no argument of a given name.
+        UnknownEventError: the event has no argument of such a name.
         NotSuppliedError: at access, when neither the caller nor the source has the argument.
     """
 
-    def __init__(self, manager: HookManager, event: Event, given: Mapping[str, Any]) -> None:
+    def __init__(self, manager: HookManager, event: Event, arguments: Mapping[str, Any]) -> None:
         self._manager = manager
         self._event = event
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name not in event.parameters:
                 raise UnknownEventError(
                     f"{event.name} has no argument '{name}'.{nearest(name, event.parameters)} "
@@ -63,8 +63,8 @@ class EventArguments:
 def make_event_method(name: str) -> Callable[..., None]:
     """Return the method of a manager that fires this event."""
 
-    def fire_event(self: HookManager, *values: Any, **given: Any) -> None:
-        self.fire(name, **_name_positional_arguments(name, values), **given)
+    def fire_event(self: HookManager, *values: Any, **arguments: Any) -> None:
+        self.fire(name, **_name_positional_arguments(name, values), **arguments)
 
     fire_event.__name__ = name
     fire_event.__doc__ = f"Fire `{NAMES[name]}` by hand, with these arguments."

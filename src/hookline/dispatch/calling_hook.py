@@ -1,20 +1,58 @@
-"""Which hook is being called: found from the frames of this thread, so that calls cost nothing."""
+"""Calls of hooks: those that are not events, and which hook is being called.
+
+That is found from the frames of this thread, so that calls cost nothing.
+"""
 
 from __future__ import annotations
 
 import linecache
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from time import perf_counter_ns
 from types import FrameType
+from typing import Any
 
-from hookline.dispatch.compiler import DISPATCHER_FILE
+from hookline.dispatch.accounting import CallStats
+from hookline.dispatch.compiler import DISPATCHER_FILE, HOOK_CALL
 from hookline.dispatch.entry import Entry
-from hookline.dispatch.guarded_calls import guard_calls
 
-__all__ = ["find_calling_hook", "find_limited_hook", "is_firing"]
+__all__ = ["find_calling_hook", "find_limited_hook", "guard_calls", "is_firing"]
 
-_CALL = re.compile(r" +(?:try: )?hook(\d+)\(")
+HandleFailure = Callable[[Entry, str, int, Exception], Exception | None]
+
+
+def guard_calls(entry: Entry, handle_failure: HandleFailure) -> Callable[..., Any]:
+    """Return a function that calls another on behalf of a hook: isolated, counted and timed.
+
+    For calls that are not events, such as those of a probe.
+
+    Args:
+        entry: the hook.
+        handle_failure: gets the hook, the name of the function, the number of the call and its
+            exception; returns the error to raise, if any.
+    """
+    call_stats = entry.call_stats
+
+    def guarded(function: Callable[..., Any], *args: Any) -> Any:
+        method = function.__name__  # failures in a row are counted per method, as per event
+        stats = call_stats.get(method)
+        if stats is None:
+            stats = call_stats.setdefault(method, CallStats(clocked=True, rare=True))
+        stats.calls += 1
+        started = perf_counter_ns()
+        try:
+            return function(*args)
+        except Exception as error:
+            fatal = handle_failure(entry, method, stats.calls, error)
+            if fatal is not None:
+                raise fatal from error
+            return None
+        finally:
+            stats.add(perf_counter_ns() - started)
+
+    return guarded
+
+
 _GUARDED = guard_calls.__code__.co_consts  # has the code of the function that it returns
 
 
@@ -29,7 +67,7 @@ def _calling_entries() -> Iterator[Entry | None]:
             yield frame.f_locals["entry"]
         elif frame.f_code.co_filename.startswith(DISPATCHER_FILE):
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            call = _CALL.match(line)
+            call = HOOK_CALL.match(line)
             dispatcher = frame.f_globals["handle_failure"].__self__
             yield None if call is None else dispatcher.entries[int(call[1])]
         frame = frame.f_back

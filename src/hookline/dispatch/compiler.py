@@ -44,6 +44,7 @@ from hookline.dispatch.value_forms import WantedValue
 
 __all__ = [
     "DISPATCHER_FILE",
+    "HOOK_CALL",
     "CallSignature",
     "Source",
     "always_loaded",
@@ -51,6 +52,9 @@ __all__ = [
     "make_source",
     "register_source",
 ]
+
+DISPATCHER_FILE = "<hookline dispatcher"  # how the file names of dispatchers begin
+HOOK_CALL = re.compile(r" +(?:try: )?hook(\d+)\(")  # a line that calls a hook, with its index
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def make_source(signatures: tuple[CallSignature, ...]) -> Source:
         lines = [*writer.guarded("dispatch"), "", *writer.guarded("timed")]
     else:
         lines = [*writer.unguarded(), "", *writer.resume(), "", *writer.guarded("timed")]
-    calls = [(i, re.match(r" +(?:try: )?hook(\d+)\(", line)) for i, line in enumerate(lines)]
+    calls = [(i, HOOK_CALL.match(line)) for i, line in enumerate(lines)]
     return Source(
         tuple(line + "\n" for line in lines),
         tuple((i, int(call[1])) for i, call in calls if call is not None),
@@ -118,7 +122,6 @@ def make_source(signatures: tuple[CallSignature, ...]) -> Source:
 
 
 _numbers = count(1)
-DISPATCHER_FILE = "<hookline dispatcher"  # how the file names of dispatchers begin
 
 
 def register_source(source: Source, event: str, labels: Sequence[str], owner: object) -> CodeType:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from hookline.dispatch.accounting import RunClock
 from hookline.dispatch.compiler import (
     CallSignature,
     always_loaded,
@@ -39,18 +40,12 @@ class Dispatchers:
 
 
 class DispatcherTable:
-    """Compiles dispatchers when their events are first fired, and counts calls.
+    """Compiles dispatchers when their events are first fired, and counts calls."""
 
-    `on_first_fire` is called when an event is first fired after its hooks have changed.
-    """
-
-    def __init__(
-        self, manager: HookManager, lock: threading.RLock, on_first_fire: Callable[[], None]
-    ) -> None:
-        self.manager = manager
+    def __init__(self, manager: HookManager, lock: threading.RLock, clock: RunClock) -> None:
+        self.manager, self.clock = manager, clock
         self.dispatchers: Any = Dispatchers()
         self._lock = lock
-        self._on_first_fire = on_first_fire
         self._compiled: dict[str, Dispatcher] = {}
         self._in_use: dict[str, WeakSet[Dispatcher]] = {
             event: WeakSet() for event in Dispatchers.__slots__
@@ -105,7 +100,7 @@ class DispatcherTable:
                 dispatcher = self.make(event, entries, self._fired[event])
                 self._compiled[event] = dispatcher
                 setattr(self.dispatchers, event, dispatcher.function)
-            self._on_first_fire()
+            self.clock.start_unless_running()
             function = self._compiled[event].function
         function(context)
 
@@ -174,7 +169,7 @@ class Dispatcher:
             self._signatures.append(signature)
             error = _find_error(signature, self._errors or {})
             self._globals |= {
-                f"hook{i}": entry.method(self.event) if error is None else partial(_raise, error),
+                f"hook{i}": binding.method if error is None else partial(_raise, error),
                 f"optional{i}": binding.optional,
                 f"calls{i}": 0,
                 f"every{i}": schedule.every,
@@ -216,8 +211,9 @@ class Dispatcher:
 
     def _next_gap(self, context: object = None) -> int:
         """Return after how many events the next one is timed; called by the timed ones."""
-        self.table.manager.check_budget(partial(_step_of, context))
-        gap = self.table.manager.next_timing_gap(self.fired_before + self._next_timed)
+        clock = self.table.clock
+        clock.check_budget(partial(_step_of, context), self.table.manager.summary)
+        gap = clock.next_gap(self.fired_before + self._next_timed)
         self._next_timed += gap
         return gap
 

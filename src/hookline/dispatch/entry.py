@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, get_args
 
 from hookline.arguments import check_choice, check_flag, check_name, show_value
-from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus, costs_by_event
+from hookline.dispatch.accounting import CallStats, EventCost, HookInfo, HookStatus, costs_by_event
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
 from hookline.errors import (
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(eq=False)
 class Entry:
-    """What the manager keeps for a hook. Nothing of it is stored on the hook itself."""
+    """A registered hook. Nothing of this is stored on the hook itself."""
 
     name: str
     hook: Hook
@@ -89,10 +89,6 @@ class Entry:
         """Whether the hook is called in this process."""
         return self.status == "enabled" and self.is_here
 
-    def method(self, event: str) -> Callable[..., Any]:
-        """Return what is called for an event."""
-        return self.bindings[event].method
-
     @property
     def critical(self) -> bool:
         """Whether a failure of the hook stops training."""
@@ -123,8 +119,6 @@ class Entry:
 
     def info(self, elapsed: float) -> HookInfo:
         """Return the hook's `HookInfo`; `elapsed` is the run's time in seconds."""
-        costs = costs_by_event(self.call_stats)
-        seconds = sum(cost.seconds for cost in costs.values())
         return HookInfo(
             name=self.name,
             kind=self.hook.hookline_kind,
@@ -134,10 +128,7 @@ class Entry:
             events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
             failures=self.failures,
             last_error=self.last_error,
-            calls=sum(cost.calls for cost in costs.values()),
-            seconds=seconds,
-            share=seconds / elapsed if elapsed else 0.0,
-            costs=costs,
+            **_sum_costs(costs_by_event(self.call_stats), elapsed),
             options=mask_secrets(dict(self.hook.hookline_options)),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
@@ -167,18 +158,24 @@ class RemovedEntry:
     def info(self, elapsed: float) -> HookInfo:
         """Return the `HookInfo` for `summary()`, including earlier hooks of the same name."""
         last, earlier = self.last, self.previous
-        costs = costs_by_event(self.call_stats, earlier.costs)
-        seconds = sum(cost.seconds for cost in costs.values())
         return replace(
             last,
             status="removed",
-            calls=sum(cost.calls for cost in costs.values()),
-            seconds=seconds,
-            share=seconds / elapsed if elapsed else 0.0,
-            costs=costs,
+            **_sum_costs(costs_by_event(self.call_stats, earlier.costs), elapsed),
             failures=last.failures + earlier.failures,
             last_error=last.last_error or earlier.last_error,
         )
+
+
+def _sum_costs(costs: Mapping[str, EventCost], elapsed: float) -> dict[str, Any]:
+    """Return the fields of `HookInfo` about cost."""
+    seconds = sum(cost.seconds for cost in costs.values())
+    return {
+        "calls": sum(cost.calls for cost in costs.values()),
+        "seconds": seconds,
+        "share": seconds / elapsed if elapsed else 0.0,
+        "costs": costs,
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -207,22 +204,22 @@ def unknown_hook(name: Any, known: list[str]) -> UnknownHookError:
 
 
 def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:
-    """Return the name of a new hook: the given one, the hook's own, or one from its class.
+    """Return the name of a new hook: as asked for, the hook's own, or one from its class.
 
     Raises:
-        NameTakenError: the given name is taken, without `replace`.
+        NameTakenError: the name is taken, without `replace`.
     """
-    given = name if name is not None else hook.hookline_name
-    if given is not None:
-        if not (isinstance(given, str) and given):
+    wanted = name if name is not None else hook.hookline_name
+    if wanted is not None:
+        if not (isinstance(wanted, str) and wanted):
             raise ArgumentError(
-                f"A hook's name must be a non-empty string, not {show_value(given)}."
+                f"A hook's name must be a non-empty string, not {show_value(wanted)}."
             )
-        if given in taken and not replace:
+        if wanted in taken and not replace:
             raise NameTakenError(
-                f"The name '{given}' is taken. Choose another with name=…, or pass replace=True."
+                f"The name '{wanted}' is taken. Choose another with name=…, or pass replace=True."
             )
-        return str.__str__(given)  # a subclass may have another text
+        return str.__str__(wanted)  # a subclass may have another text
     automatic = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_group:  # built-ins: ConsoleLogHook is `console_log`
         automatic = automatic.removesuffix("_hook")
@@ -231,9 +228,9 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
 
 
-def choose_ranks(entry: Entry, given: Any) -> Ranks:
-    """Return in which processes a new hook is called: as given, or as its class says."""
-    ranks: Any = type(entry.hook).ranks if given is None else given
+def choose_ranks(entry: Entry, wanted: Any) -> Ranks:
+    """Return in which processes a new hook is called: as asked for, or as its class says."""
+    ranks: Any = type(entry.hook).ranks if wanted is None else wanted
     check_choice(f"The ranks of '{entry.name}'", ranks, get_args(Ranks))
     if ranks != "all" and entry.hook.hookline_kind == "update":
         raise RegistrationError(

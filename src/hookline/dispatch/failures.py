@@ -62,18 +62,16 @@ class FailureHandler:
         """
         if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
             raise error
-        if isinstance(error, RandomNumberError) and not entry.critical:
-            entry.count_failure(method, call)
-            entry.last_error = mask_text(str(error))
-            self._report(entry, method, error)
-            self._disable(entry, str(error), logging.WARNING)
-            return None
         if isinstance(error, HookFailedError):
             return error  # raised by an event that this hook fired: still fatal
         label = entry.bindings[method].label if method in entry.bindings else method
         streak = entry.count_failure(method, call)
-        entry.last_error = mask_text(f"{type(error).__name__}: {error}")
+        is_draw = isinstance(error, RandomNumberError) and not entry.critical
+        entry.last_error = mask_text(str(error) if is_draw else f"{type(error).__name__}: {error}")
         self._report(entry, method, error)
+        if is_draw:
+            self._disable(entry, str(error), logging.WARNING)
+            return None
         is_explained = entry.critical and isinstance(error, HooklineError)  # it will be raised
         if self._settings.log_errors and not is_explained:
             log.error(

@@ -25,15 +25,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from hookline.arguments import check_instance, read_items
-from hookline.dispatch.accounting import (
-    HookInfo,
-    HookStatus,
-    RunClock,
-    Summary,
-    make_timing_gaps,
-)
+from hookline.dispatch.accounting import HookInfo, HookStatus, RunClock, Summary
 from hookline.dispatch.arguments import EventArguments, make_event_method
 from hookline.dispatch.binding import bind
+from hookline.dispatch.calling_hook import guard_calls
 from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import (
     Entry,
@@ -44,7 +39,6 @@ from hookline.dispatch.entry import (
     unknown_hook,
 )
 from hookline.dispatch.failures import FailureHandler
-from hookline.dispatch.guarded_calls import guard_calls
 from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_order, find_place, registration_order
 from hookline.dispatch.settings import HookSettings, Schedule
@@ -93,10 +87,9 @@ class HookManager:
         self._roles: set[str] = set(get_args(Ranks))  # of this process: alone it has all
         self._lock = threading.RLock()
         self._clock = RunClock(self.settings)
-        self._table = DispatcherTable(self, self._lock, self._clock.start_unless_running)
+        self._table = DispatcherTable(self, self._lock, self._clock)
         self.dispatchers: Any = self._table.dispatchers
         self.failures = FailureHandler(self.settings, self._apply_status)
-        self._next_gap = make_timing_gaps()
         self.register_hooks(() if hooks is None else hooks)
 
     # -- registration -----------------------------------------------------------------------------
@@ -331,13 +324,13 @@ class HookManager:
 
     # -- firing -----------------------------------------------------------------------------------
 
-    def fire(self, event: str, /, **given: Any) -> None:
+    def fire(self, event: str, /, **arguments: Any) -> None:
         """Fire an event with these arguments; the manager's source provides the others."""
         found = find_event(event)
         dispatch = getattr(self.dispatchers, found.name)
-        arguments = EventArguments(self, found, given)  # checks the names even if no hook listens
+        context = EventArguments(self, found, arguments)  # checks names even if no hook listens
         if dispatch is not None:
-            dispatch(arguments)
+            dispatch(context)
 
     if TYPE_CHECKING:  # the methods that are added below: `manager.on_epoch_end(epoch=3)`
 
@@ -434,18 +427,6 @@ class HookManager:
     def run_ended(self) -> None:
         """Stop that clock."""
         self._clock.stop()
-
-    def next_timing_gap(self, fired: int) -> int:
-        """Return after how many events the next one is timed."""
-        return self._next_gap(fired)
-
-    def check_budget(self, read_step: Callable[[], int | None]) -> None:
-        """Warn once if hooks exceed their budget, when enough of the run was measured."""
-        if not self._clock.is_budget_check_due():
-            return
-        step = read_step()
-        if step is not None and self._clock.is_step_measured(step):
-            self._clock.check_budget(step, self.summary())
 
     def describe(self) -> list[HookInfo]:
         """Return a `HookInfo` for each hook, in calling order."""

@@ -10,8 +10,7 @@ import torch
 
 from hookline.arguments import describe_value, read_items
 from hookline.errors import ArgumentError, LoopError
-from hookline.loop.model_watch import ModelGroup
-from hookline.loop.unsupported_models import check_supported
+from hookline.loop.model_watch import ModelGroup, check_supported
 
 __all__ = ["accumulated_batches", "loop_parts", "unwrap_optimizer"]
 

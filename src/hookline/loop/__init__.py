@@ -1,1 +1,1 @@
-"""What every loop shares: event context, model watch, control requests, means, random state."""
+"""Loop, and what it has: event context, requests, ranks, record, state and checkpoints."""

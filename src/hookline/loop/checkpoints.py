@@ -14,6 +14,7 @@ import copy
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,43 +43,38 @@ __all__ = ["Checkpoints"]
 log = logging.getLogger("hookline")
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """Saves the state of a loop, and tells the run and the hooks what is durable.
 
-    Args:
-        settings: how checkpoints are written.
-        context: where the loop stands.
-        hooks: the hooks, whose states are saved.
-        requests: has the checkpoints that were requested.
-        record: the run.
-        ranks: the ranks that train together.
-        state: what is saved apart from the weights.
-        weights: returns the weights.
-        is_sharded: whether each rank has a part of the parameters.
-
     Attributes:
+        no_folder: the error for a checkpoint that has no folder, and no run to put it into.
+        is_sharded: whether each rank has a part of the parameters.
         extra: the values of the user's own that the next save has.
         prepares: whether memory is allocated after the next step.
         is_announcing: whether hooks are being told of a checkpoint.
         is_serving_end: whether all ranks call their hooks for `on_train_end`.
     """
 
-    def __init__(
-        self,
-        settings: CheckpointConfig,
-        *,
-        context: EventContext,
-        hooks: HookManager,
-        requests: ControlRequests,
-        record: Record,
-        ranks: RankSync,
-        state: LoopState,
-        weights: Callable[[], Mapping[str, Any]],
-        is_sharded: bool = False,
-    ) -> None:
-        self._settings, self._context, self._hooks = settings, context, hooks
-        self._requests, self._record, self._ranks = requests, record, ranks
-        self._state, self._weights, self._is_sharded = state, weights, is_sharded
+    settings: CheckpointConfig
+    context: EventContext
+    hooks: HookManager
+    requests: ControlRequests
+    record: Record
+    ranks: RankSync
+    state: LoopState
+    weights: Callable[[], Mapping[str, Any]]
+    no_folder: HooklineError
+    is_sharded: bool
+
+    def __post_init__(self) -> None:
+        settings, hooks = self.settings, self.hooks
+        self.extra: dict[str, Any] = {}
+        self.is_announcing = self.is_serving_end = False
+        self.prepares = any(
+            getattr(hooks.get_hook(name), "hookline_group", None) is HookGroup.CHECKPOINT
+            for name in hooks
+        )
         self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
         self._shared_saves: SharedSaves | None = None
         self._is_weights_only = False  # the latest save
@@ -86,12 +82,6 @@ class Checkpoints:
         self._unshared: list[SaveResult] = []  # that the other ranks do not know of yet
         self._rank_states: list[Any] | None = None  # of all ranks, for the next save
         self._grace = settings.grace_seconds or elastic_timeout()
-        self.extra: dict[str, Any] = {}
-        self.is_announcing = self.is_serving_end = False
-        self.prepares = any(
-            getattr(hooks.get_hook(name), "hookline_group", None) is HookGroup.CHECKPOINT
-            for name in hooks
-        )
 
     @property
     def is_busy(self) -> bool:
@@ -118,7 +108,7 @@ class Checkpoints:
         Returns:
             The last save's first folder, if it is durable already.
         """
-        is_main = self._ranks.processes.is_main
+        is_main = self.ranks.processes.is_main
         self.prepares = False
         if together:
             self.gather_states()
@@ -146,25 +136,25 @@ class Checkpoints:
 
     def gather_states(self) -> None:
         """Collect the states of all ranks for the next save. All of them have to call this."""
-        if not self._ranks.is_alone:
-            self._ranks.records.report(self._record.sink)  # before it is saved
-            own = self._state.collect_own()
-            self._rank_states = self._ranks.processes.gather_on_main(own)
+        if not self.ranks.is_alone:
+            self.ranks.records.report(self.record.sink)  # before it is saved
+            own = self.state.collect_own()
+            self._rank_states = self.ranks.processes.gather_on_main(own)
 
     def _share_save(self) -> SharedSave | None:
         """Return what ranks share to save sharded tensors; None if rank 0 has them all."""
-        if not self._is_sharded or self._ranks.is_alone:
+        if not self.is_sharded or self.ranks.is_alone:
             return None
         if self._shared_saves is None:
-            processes = self._ranks.processes
-            key = processes.share(uuid.uuid4().hex[:12])
+            processes = self.ranks.processes
+            key = processes.broadcast(uuid.uuid4().hex[:12])
             self._shared_saves = SharedSaves(key, processes.rank, processes.size)
         return self._shared_saves.next()
 
     def _write(
         self, folders: Sequence[Path], shared: SharedSave | None, info: Mapping[str, Any]
     ) -> None:
-        with self._record.phases.span("checkpoints"):
+        with self.record.phases.span("checkpoints"):
             weights_only = "weights_only" in info
             if weights_only is not self._is_weights_only:
                 self._saver.wait()  # one kind never replaces the other while it is written
@@ -185,7 +175,7 @@ class Checkpoints:
 
     def _collect(self, further: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `CheckpointSaver.save`."""
-        context, run, state = self._context, self._record.run, self._state.collect()
+        context, run, state = self.context, self.record.run, self.state.collect()
         if self._rank_states is not None:
             state["ranks"] = self._rank_states
         info = {
@@ -197,7 +187,7 @@ class Checkpoints:
             **further,
         }
         sync = [] if run is None else [run.metrics_file]
-        return {"model": self._weights(), "state": state, "info": info, "sync": sync}
+        return {"model": self.weights(), "state": state, "info": info, "sync": sync}
 
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, so that the first save does not.
@@ -205,9 +195,9 @@ class Checkpoints:
         After a step: optimizers have their state then.
         """
         self.prepares = False
-        is_main = self._ranks.processes.is_main
-        if is_main or self._is_sharded:
-            with self._record.phases.span("checkpoints"):
+        is_main = self.ranks.processes.is_main
+        if is_main or self.is_sharded:
+            with self.record.phases.span("checkpoints"):
                 collected = self._collect({})
                 saving = self._saving_hooks().values()
                 if saving and all(getattr(hook, "saves_weights_only", False) for hook in saving):
@@ -218,7 +208,7 @@ class Checkpoints:
 
     def _saving_hooks(self) -> dict[str, Any]:
         """Return the hooks that save checkpoints."""
-        hooks = self._hooks.of_kind("loop")
+        hooks = self.hooks.of_kind("loop")
         return {name: hook for name, hook, _ in hooks if hasattr(hook, "checkpoint_saved")}
 
     def _state_beside_weights(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,20 +228,43 @@ class Checkpoints:
             saved[name] = state["hooks"][name]
 
         for name in state["hooks"]:
-            self._hooks.guard(name)(encode_state, name)
+            self.hooks.guard(name)(encode_state, name)
         return None if len(saved) == len(state["hooks"]) else {**state, "hooks": saved}
 
     # -- requests ---------------------------------------------------------------------------------
 
     def gather_requests(self) -> list[SaveRequest]:
         """Return and forget what was requested in any rank, all of which have to call this."""
-        own, self._requests.checkpoints = self._requests.checkpoints, []
-        if self._ranks.is_alone:
+        own, self.requests.checkpoints = self.requests.checkpoints, []
+        if self.ranks.is_alone:
             return own
-        gathered = self._ranks.processes.gather((own, self.extra))
+        gathered = self.ranks.processes.gather((own, self.extra))
         for _, extra in reversed(gathered):  # rank 0's count most
             self.extra |= extra
         return list(dict.fromkeys(one for requests, _ in gathered for one in requests))
+
+    def with_folders(
+        self, requests: Sequence[SaveRequest], *, in_all_ranks: bool = True
+    ) -> list[SaveRequest]:
+        """Return requests with the folders of their checkpoints, which rank 0 knows."""
+
+        def fill() -> list[SaveRequest]:
+            return [
+                one if one.path is not None else one._replace(path=self._default_folder())
+                for one in requests
+            ]
+
+        return self.ranks.processes.call_on_main(fill) if in_all_ranks else fill()
+
+    def check_folder(self) -> None:
+        """Raise if there is no run whose folder a checkpoint can be saved into."""
+        if self.context.known("run") is None and self.ranks.processes.is_main:
+            raise self.no_folder
+
+    def _default_folder(self) -> Path:
+        self.check_folder()
+        run = self.context.known("run")
+        return Path(run.checkpoints) / f"step_{self.context.step:06d}"
 
     # -- reporting --------------------------------------------------------------------------------
 
@@ -261,7 +274,7 @@ class Checkpoints:
         Raises:
             CheckpointError: one could not be written, and the settings say that training stops.
         """
-        with self._record.phases.span("checkpoints"):
+        with self.record.phases.span("checkpoints"):
             if wait:
                 self._saver.wait()
             results = self._saver.finished()
@@ -270,7 +283,7 @@ class Checkpoints:
         for result in results:
             if result.error is not None:
                 failure = result.error
-                log.error("%s%s", result.error, _what_now(self._settings))
+                log.error("%s%s", result.error, _what_now(self.settings))
             elif result.replaced:
                 log.warning(
                     "The checkpoint %s was given up for a newer one, because it was still being "
@@ -279,10 +292,10 @@ class Checkpoints:
                 )
             else:
                 self._check_duration(result.seconds)
-            if not self._ranks.is_alone:
+            if not self.ranks.is_alone:
                 self._unshared.append(result)
             self._announce(result)
-        if failure is not None and self._settings.on_failure == "stop":
+        if failure is not None and self.settings.on_failure == "stop":
             raise failure
         return results
 
@@ -292,17 +305,17 @@ class Checkpoints:
         if result.path is None:
             if result.error is not None:
                 error = result.error
-                self._record.event("checkpoint_failed", path=requested, step=step, error=error)
-            for name in self._hooks:
-                failed = getattr(self._hooks.get_hook(name), "checkpoint_failed", None)
+                self.record.event("checkpoint_failed", path=requested, step=step, error=error)
+            for name in self.hooks:
+                failed = getattr(self.hooks.get_hook(name), "checkpoint_failed", None)
                 if failed is not None:
                     failed(requested, result.error)
             return
         tokens = result.info["tokens_seen"]
-        self._record.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
-        fire = self._hooks.dispatchers.on_checkpoint_save
+        self.record.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
+        fire = self.hooks.dispatchers.on_checkpoint_save
         if fire is not None:
-            context = copy.copy(self._context)  # training may be steps ahead of the checkpoint
+            context = copy.copy(self.context)  # training may be steps ahead of the checkpoint
             context.step = step
             context.provide("epoch", result.info["epoch"])
             context.checkpoint_path = result.path
@@ -311,18 +324,18 @@ class Checkpoints:
                 fire(context)
             finally:
                 self.is_announcing = False
-        for _, hook, is_enabled in self._hooks.of_kind("loop"):  # one may be disabled meanwhile
+        for _, hook, is_enabled in self.hooks.of_kind("loop"):  # one may be disabled meanwhile
             saved = getattr(hook, "checkpoint_saved", None)
             if not is_enabled and saved is not None:
                 saved(str(result.path))
 
     def share_saved(self) -> None:
         """Report in all ranks what rank 0 has saved. All of them have to call this."""
-        if self._ranks.is_alone:
+        if self.ranks.is_alone:
             return
         unshared, self._unshared = self._unshared, []
-        shared: list[SaveResult] = self._ranks.processes.share(unshared)
-        if self._ranks.processes.is_main:
+        shared: list[SaveResult] = self.ranks.processes.broadcast(unshared)
+        if self.ranks.processes.is_main:
             return
         self._saver.release_parts([result.requested.absolute() for result in shared])
         for result in self._saver.finished():
@@ -356,29 +369,28 @@ class Checkpoints:
                 raise
             log.exception("The last checkpoint could not be saved.")
 
-    def serve_end(self, fire: Callable[[], None], with_folders: Callable[..., Any]) -> None:
+    def serve_end(self, fire: Callable[[], None]) -> None:
         """Fire `on_train_end` in all ranks; what a hook of one of them saves, all of them save.
 
         A hook in rank 0 saves at once, and the others wait for that after their own hooks.
 
         Args:
             fire: calls the hooks.
-            with_folders: returns requests with the folders of their checkpoints.
         """
-        processes, requests = self._ranks.processes, self._requests
+        processes, requests = self.ranks.processes, self.requests
         self.is_serving_end = True
         try:
             fire()
             if processes.is_main:
-                processes.share([])
-            while not processes.is_main and (asked := processes.share(None)):
+                processes.broadcast([])
+            while not processes.is_main and (asked := processes.broadcast(None)):
                 self.save(asked, wait=True)
                 requests.checkpoints = [one for one in requests.checkpoints if one not in asked]
-            save, toggled = processes.any(bool(requests.checkpoints), self._ranks.hooks_toggled)
+            save, toggled = processes.any(bool(requests.checkpoints), self.ranks.hooks_toggled)
             if save:
-                self.save(with_folders(self.gather_requests()), wait=True)
+                self.save(self.with_folders(self.gather_requests()), wait=True)
             if toggled:
-                self._ranks.apply_toggles()
+                self.ranks.apply_toggles()
         finally:
             self.is_serving_end = False
 

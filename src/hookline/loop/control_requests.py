@@ -12,12 +12,7 @@ from typing import NamedTuple
 from hookline.arguments import as_reason, check_whole_number, show_value
 from hookline.errors import ArgumentError
 
-__all__ = [
-    "ControlRequests",
-    "SaveRequest",
-    "elastic_timeout",
-    "split_requests",
-]
+__all__ = ["ControlRequests", "SaveRequest", "elastic_timeout", "split_requests"]
 
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL: the default of Slurm, torchrun and Kubernetes
 _USED = 0.8  # the part of them that hooks may use; the run is closed afterwards
@@ -93,9 +88,7 @@ class ControlRequests:
     def settle(self, *, saving: bool) -> None:
         """Set `pending` again after requests were applied.
 
-        Args:
-            saving: whether saving needs the loop at the next boundary: to prepare for it, or to
-                report a checkpoint that is being written.
+        `saving` says that the next boundary has to prepare a save, or to report one.
         """
         self.pending = bool(self.skips or self.checkpoints or saving)
         if self.signal is not None:  # last: a handler may run between two instructions
@@ -108,13 +101,7 @@ class ControlRequests:
         self.pending = True
 
     def skip(self, idx: int | None, reason: str, optimizers: int) -> None:
-        """Request to skip an optimizer's next step, or that of all of them (None).
-
-        Args:
-            idx: the optimizer's number.
-            reason: given to `on_step_skipped`.
-            optimizers: how many there are.
-        """
+        """Request to skip the next step of one of so many optimizers, or of all of them (None)."""
         if idx is not None:
             check_whole_number("skip_optimizer_step(idx)", idx)
             if idx >= optimizers:

@@ -7,12 +7,14 @@ the loop what happens. Whatever any training run needs is here, or in an object 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
-from pathlib import Path
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -21,7 +23,7 @@ from hookline.dispatch import HookManager
 from hookline.dispatch.failures import HookFailure
 from hookline.errors import HooklineError
 from hookline.interrupts import HeldInterrupts
-from hookline.loop.control_requests import ControlRequests, SaveRequest
+from hookline.loop.control_requests import ControlRequests
 from hookline.loop.event_context import EventContext
 from hookline.loop.loop_probes import LoopProbes
 from hookline.loop.loop_state import LoopState, SavedAttributes
@@ -41,7 +43,7 @@ log = logging.getLogger("hookline")
 
 
 class Phase(Enum):
-    """What a loop is doing."""
+    """The stage that a loop is in."""
 
     IDLE = auto()  # it does not train: probes are not attached
     STARTING = auto()  # a run begins; hooks have not been called yet
@@ -50,7 +52,7 @@ class Phase(Enum):
 
 
 class Agreed(NamedTuple):
-    """What any rank has requested, as all of them know it."""
+    """Requests that any rank has made, as all of them know them."""
 
     stop: bool
     save: bool
@@ -68,6 +70,8 @@ class Loop:
         attributes: attributes of the trainer or session that checkpoints keep.
         weights: returns the weights for a checkpoint.
         no_folder: the error for a checkpoint without a folder.
+        processes: the processes that train together.
+        is_sharded: whether each of them has a part of the parameters.
 
     Attributes:
         probes: attaches probes to the model as they are toggled.
@@ -265,7 +269,7 @@ class Loop:
             from hookline.loop.checkpoints import Checkpoints
 
             self._checkpoints = Checkpoints(
-                self._settings,
+                settings=self._settings,
                 context=self.context,
                 hooks=self.hooks,
                 requests=self.requests,
@@ -273,6 +277,7 @@ class Loop:
                 ranks=self.ranks,
                 state=self.state,
                 weights=self._weights,
+                no_folder=self._no_folder,
                 is_sharded=self.is_sharded,
             )
         return self._checkpoints
@@ -282,30 +287,6 @@ class Loop:
         """Whether something was saved, or will be."""
         return self._checkpoints is not None
 
-    def with_folders(
-        self, requests: Iterable[SaveRequest], *, in_all_ranks: bool = True
-    ) -> list[SaveRequest]:
-        """Return requests with the folders of their checkpoints, which rank 0 knows."""
-        requests = list(requests)
-
-        def fill() -> list[SaveRequest]:
-            return [
-                one if one.path is not None else one._replace(path=self._default_folder())
-                for one in requests
-            ]
-
-        return self.ranks.processes.call_on_main(fill) if in_all_ranks else fill()
-
-    def check_folder(self) -> None:
-        """Raise if there is no run whose folder a checkpoint can be saved into."""
-        if self.context.known("run") is None and self.ranks.processes.is_main:
-            raise self._no_folder
-
-    def _default_folder(self) -> Path:
-        self.check_folder()
-        run = self.context.known("run")
-        return Path(run.checkpoints) / f"step_{self.context.step:06d}"
-
     def close_checkpoints(self) -> None:
         """Wait for what is being written, and free the memory."""
         checkpoints, self._checkpoints = self._checkpoints, None
@@ -313,6 +294,20 @@ class Loop:
             checkpoints.close()
 
     # -- the end ----------------------------------------------------------------------------------
+
+    def leave_in_forks(self) -> None:
+        """Detach this loop, which begins to train, in every process that is forked from now on.
+
+        A worker of a `DataLoader` is such a process, and so is one that the script forks itself:
+        their copy of the loop must not call hooks or write to the run. A loop that has not begun is
+        left alone, since a forked process may be the one that trains it.
+        """
+        _watch_forks()
+        _training.add(self)
+
+    def stay_in_forks(self) -> None:
+        """Do nothing with this loop when a process is forked: it has ended."""
+        _training.discard(self)
 
     def detach_in_fork(self) -> None:
         """Call no hook and write nothing any more: the parent of this forked process trains."""
@@ -329,6 +324,21 @@ class Loop:
         context = self.context
         summary, epoch = self.hooks.summary(), context.known("epoch")
         self.record.close(context.status, reason, summary, error, context.step, epoch)
+
+
+_training: WeakSet[Loop] = WeakSet()  # they are left in forked processes
+
+
+def _detach_training() -> None:
+    for loop in list(_training):
+        loop.detach_in_fork()
+    _training.clear()
+
+
+@cache  # once
+def _watch_forks() -> None:
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_detach_training)
 
 
 def loop_of(trainer: Any) -> Loop | None:

@@ -29,9 +29,7 @@ class LoopProbes:
     def sync(self, *, is_attached: bool, within_step: bool) -> None:
         """Attach the probes that are enabled to the model, and detach the others.
 
-        Args:
-            is_attached: whether probes are on the model now.
-            within_step: whether a backward may follow, for which edits wait.
+        Within a step, edits wait: a backward may follow.
         """
         if self._sync is None and self._hooks.of_kind("probe"):
             from hookline.probes.sync import ProbeSync

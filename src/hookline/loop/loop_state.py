@@ -1,34 +1,54 @@
-"""The state of a loop: a list of named items, saved and restored in order.
+"""The state of a loop: a list of named items, saved, compared and restored in order.
 
 Collecting, comparing, adapting to another number of ranks, restoring and undoing are written once,
 over this list. A driver adds items to it. Items that draw or restore random numbers come last.
+Nothing of a loop is changed before everything was compared with the checkpoint.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hookline.arguments import check_name, show_value
+from hookline.checkpoint.differences import fit_checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
 from hookline.loop.event_context import EventContext
-from hookline.loop.loading import load_optimizer
 from hookline.loop.means import add_means
 from hookline.loop.processes import OneProcess
 from hookline.loop.record import Record
+from hookline.loop.state_differences import (
+    compare_optimizers,
+    compare_scaler,
+    compare_schedulers,
+    describe_hook_states,
+)
+from hookline.tensors.memory import expand_buffers
+from hookline.tensors.sharded import is_sharded, shard_like
 
-__all__ = ["LoopState", "SavedAttributes", "StateItem", "adapt_means", "adapt_tokens"]
+if TYPE_CHECKING:
+    from hookline.checkpoint import Checkpoint
 
-log = logging.getLogger("hookline")
+__all__ = [
+    "LoopState",
+    "SavedAttributes",
+    "StateItem",
+    "adapt_means",
+    "adapt_tokens",
+    "load_optimizer",
+    "load_weights",
+]
 
 
 @dataclass(frozen=True)
@@ -42,12 +62,18 @@ class StateItem:
         adapt: makes the state of this rank from those of all ranks that saved, if there were more
             or fewer of them: gets their states, and the processes. None if all ranks have the same
             state.
+        compare: returns why a saved state cannot be loaded, one line each; for a list of states, by
+            their index.
+        is_required: whether a state that cannot be loaded is always an error; otherwise the loop
+            may keep its own.
     """
 
     name: str
     save: Callable[[], Any]
-    load: Callable[[Any], None] | None = None
+    load: Callable[[Any], Any] | None = None
     adapt: Callable[[Sequence[Any], OneProcess], Any] | None = None
+    compare: Callable[[Any], list[str] | dict[int, list[str]]] | None = None
+    is_required: bool = False
 
 
 class LoopState:
@@ -84,19 +110,45 @@ class LoopState:
     def _common_items(self) -> list[StateItem]:
         """Return the items of every loop; they are not kept, which would make a cycle."""
         context, hooks, attributes = self._context, self._hooks, self._attributes
+        optimizers, schedulers, scaler = self.optimizers, self.schedulers, self.scaler
         return [
             StateItem("classes", self._classes),
-            StateItem("optimizers", self._save_optimizers, self._load_optimizers),
-            StateItem("schedulers", self._save_schedulers, self._load_schedulers),
-            StateItem("scaler", self._save_scaler, self._load_scaler),
-            StateItem("hooks", hooks.state_dict, self._load_hooks),
+            StateItem(
+                "optimizers",
+                lambda: [optimizer.state_dict() for optimizer in optimizers],
+                self._load_optimizers,
+                compare=partial(compare_optimizers, optimizers),
+            ),
+            StateItem(
+                "schedulers",
+                lambda: [scheduler.state_dict() for scheduler in schedulers],
+                self._load_schedulers,
+                compare=partial(compare_schedulers, schedulers),
+            ),
+            StateItem(
+                "scaler",
+                lambda: None if scaler is None else scaler.state_dict(),
+                self._load_scaler,
+                compare=partial(compare_scaler, scaler),
+            ),
+            StateItem("hooks", hooks.state_dict, hooks.load_state_dict),
             StateItem("attributes", attributes.state_dict, attributes.load_state_dict),
             StateItem("disabled", self._disabled, self._disable),
             StateItem("step", lambda: context.step, self._load_step),
             StateItem("means", lambda: context.means.state_dict(), self._load_means, adapt_means),
-            StateItem("tokens_seen", self._tokens, self._load_tokens, adapt_tokens),
-            StateItem("best_accuracy", lambda: self.best_accuracy, self._load_accuracy),
-            StateItem("run", lambda: self.record.position(), self._load_position),
+            StateItem(
+                "tokens_seen", lambda: context.known("tokens_seen"), self._load_tokens, adapt_tokens
+            ),
+            StateItem(
+                "best_accuracy",
+                lambda: self.best_accuracy,
+                partial(setattr, self, "best_accuracy"),
+            ),
+            StateItem(
+                "run",
+                lambda: self.record.position(),
+                partial(setattr, self, "restored_position"),
+            ),
         ]
 
     @property
@@ -135,8 +187,34 @@ class LoopState:
             state.update(saved[processes.rank])
             return
         for item in own:
-            if item.adapt is not None:
+            if item.adapt is not None:  # always so: for type checkers
                 state[item.name] = item.adapt([one[item.name] for one in saved], processes)
+
+    def compare(
+        self, saved: Mapping[str, Any], model: torch.nn.Module
+    ) -> tuple[dict[tuple[str, int], list[str]], list[str]]:
+        """Return what of a saved state cannot be loaded.
+
+        Args:
+            saved: a state of the right form.
+            model: the model, with the weights' own names.
+
+        Returns:
+            Lines about what the loop can keep of its own, by item and index (-1 for the whole
+            item), and lines about what has no replacement.
+        """
+        replaceable: dict[tuple[str, int], list[str]] = {}
+        problems = describe_hook_states(self._hooks, saved["hooks"], model)
+        for item in self._items:
+            if item.compare is None or saved.get(item.name) is None:
+                continue
+            found = item.compare(saved[item.name])
+            for index, lines in (found if isinstance(found, dict) else {-1: found}).items():
+                if item.is_required:
+                    problems += lines
+                elif lines:
+                    replaceable[item.name, index] = lines
+        return replaceable, problems
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the items that a saved state has, in order."""
@@ -144,13 +222,90 @@ class LoopState:
             if item.load is not None and item.name in state:
                 item.load(state[item.name])
 
-    def undo(self, before: Mapping[str, Any]) -> None:
-        """Go back to the state before a restore that has failed, as far as that is possible."""
-        with suppress(Exception):  # the first error matters more
-            self.restore(before)
-            for info in self._hooks.describe():
-                if info.status == "disabled" and info.name not in before["disabled"]:
-                    self._hooks.enable_hook(info.name)
+    def restore_checkpoint(
+        self,
+        checkpoint: Checkpoint,
+        model: torch.nn.Module,
+        processes: OneProcess,
+        *,
+        what: str,
+        advice: str,
+        strict: bool,
+        more: Callable[[], list[str]] = list,
+    ) -> Checkpoint:
+        """Restore a checkpoint, after comparing all of it; return it as it was loaded.
+
+        Args:
+            checkpoint: what was read, of the right form.
+            model: the model, with the weights' own names.
+            processes: the ranks that load it.
+            what: what it is loaded into, for messages.
+            advice: what to do if it does not fit, for messages.
+            strict: raise if something does not fit, apart from hooks; otherwise load what fits.
+            more: returns further lines for the message.
+
+        Raises:
+            CheckpointError: it does not fit, or could not be loaded; the loop is as it was.
+        """
+        from hookline.loop.saved_state import reported_damage  # pydantic takes long to import
+
+        lazy = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if is_lazy(value) and isinstance(checkpoint.model.get(name), torch.Tensor)
+        }
+        with reported_damage(checkpoint):
+            self.adapt(checkpoint.state, processes)
+            unloadable, problems = self.compare(checkpoint.state, model)
+            checkpoint = fit_checkpoint(
+                checkpoint,
+                model={**model.state_dict(), **{name: checkpoint.model[name] for name in lazy}},
+                state=self.collect(),
+                what=what,
+                advice=advice,
+                strict=strict,
+                unloadable=unloadable,
+                problems=problems,
+                more=more,
+            )
+        for name, value in lazy.items():
+            value.materialize(checkpoint.model[name].shape)
+        self.load(checkpoint, checkpoint.state, model)
+        return checkpoint
+
+    def load(
+        self, checkpoint: Checkpoint, state: Mapping[str, Any], model: torch.nn.Module
+    ) -> None:
+        """Load a state and the weights of a checkpoint that fits, or change nothing.
+
+        Raises:
+            CheckpointError: loading failed; the loop is as it was.
+        """
+        before = self.collect()
+        is_plain = all(isinstance(value, torch.Tensor) for value in checkpoint.model.values())
+        weights = None if is_plain else copy.deepcopy(model.state_dict())
+        try:
+            self.restore(state)
+            load_weights(model, checkpoint.model)
+        except Exception as error:
+            with suppress(Exception):  # the first error matters more
+                self._undo(before)
+            if weights is not None:  # tensors that were compared do not fail
+                with suppress(Exception):
+                    load_weights(model, weights)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"The checkpoint {checkpoint.path} could not be loaded, and nothing was changed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _undo(self, before: Mapping[str, Any]) -> None:
+        """Go back to the state before a restore that has failed."""
+        self.restore(before)
+        for info in self._hooks.describe():
+            if info.status == "disabled" and info.name not in before["disabled"]:
+                self._hooks.enable_hook(info.name)
 
     # -- items ------------------------------------------------------------------------------------
 
@@ -160,29 +315,17 @@ class LoopState:
             "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
         }
 
-    def _save_optimizers(self) -> list[Any]:
-        return [optimizer.state_dict() for optimizer in self.optimizers]
-
     def _load_optimizers(self, states: Sequence[Any]) -> None:
         for optimizer, saved in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, saved)
-
-    def _save_schedulers(self) -> list[Any]:
-        return [scheduler.state_dict() for scheduler in self.schedulers]
 
     def _load_schedulers(self, states: Sequence[Any]) -> None:
         for scheduler, saved in zip(self.schedulers, states, strict=True):
             scheduler.load_state_dict(saved)
 
-    def _save_scaler(self) -> Any:
-        return None if self.scaler is None else self.scaler.state_dict()
-
     def _load_scaler(self, saved: Any) -> None:
         if self.scaler is not None and saved is not None:
             self.scaler.load_state_dict(saved)
-
-    def _load_hooks(self, states: Any) -> None:
-        self._hooks.load_state_dict(states)
 
     def _disabled(self) -> list[str]:
         return [info.name for info in self._hooks.describe() if info.status == "disabled"]
@@ -198,19 +341,9 @@ class LoopState:
     def _load_means(self, state: Any) -> None:
         self._context.means.load_state_dict(state)
 
-    def _tokens(self) -> int | None:
-        tokens: int | None = self._context.known("tokens_seen")
-        return tokens
-
     def _load_tokens(self, tokens: int | None) -> None:
         if tokens is not None:
             self._context.provide("tokens_seen", tokens)
-
-    def _load_accuracy(self, accuracy: float) -> None:
-        self.best_accuracy = accuracy
-
-    def _load_position(self, position: Any) -> None:
-        self.restored_position = position
 
 
 def adapt_means(saved: Sequence[Any], processes: OneProcess) -> Any:
@@ -272,3 +405,33 @@ class SavedAttributes:
         """Restore attributes; those that are not registered yet wait for that."""
         self._waiting = dict(states)
         self.register(*self._names)
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
+    """Load whole weights into a model; each process keeps its part of a sharded parameter."""
+    expand_buffers(model)
+    own = model.state_dict()
+    if any(map(is_sharded, own.values())):
+        versions = getattr(weights, "_metadata", None)
+        weights = OrderedDict((name, _shard(v, own.get(name))) for name, v in weights.items())
+        if versions is not None:
+            weights._metadata = versions  # type: ignore[attr-defined]
+    model.load_state_dict(weights)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state with whole tensors into an optimizer, whose parameters may be sharded."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(map(is_sharded, parameters)):
+        states = {
+            index: {name: _shard(value, parameters[index]) for name, value in values.items()}
+            for index, values in state["state"].items()
+        }
+        state = {**state, "state": states}
+    optimizer.load_state_dict(dict(state))
+
+
+def _shard(value: Any, like: Any) -> Any:
+    """Return a tensor sharded as another of its shape is, and every other value as it is."""
+    tensors = isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor)
+    return shard_like(value, like) if tensors and value.shape == like.shape else value

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from hookline.context import LazyFloat, to_float
-from hookline.loop.processes import OneProcess
 
-__all__ = ["Means", "add_means", "means_of_all"]
+__all__ = ["Means", "add_means"]
 
 _MAX_KEPT = 256  # tensors are kept up to this number, and then summed
 
@@ -77,14 +76,6 @@ class Means:
         """Return all means by name."""
         return {name: mean.mean() for name, mean in self._by_name.items() if mean.weight}
 
-    def sums(self) -> dict[str, tuple[float, float]]:
-        """Return the sums and the weights by name, read from the device."""
-        return {
-            name: (float(mean.mean()) * mean.weight, mean.weight)
-            for name, mean in self._by_name.items()
-            if mean.weight
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """Return the means and their weights as numbers."""
         return {
@@ -101,17 +92,9 @@ class Means:
         }
 
 
-def means_of_all(means: Means, processes: OneProcess) -> dict[str, Any]:
-    """Return means over all processes, which all have to call this."""
-    if processes.size == 1:
-        return means.means()
-    sums = processes.sum_numbers(means.sums())
-    return {name: total / weight for name, (total, weight) in sums.items()}
-
-
-def add_means(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def add_means(several: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return the means of several states of `Means`, with the sums of their weights."""
-    means: dict[str, Any] = {}
+    means: dict[Any, Any] = {}
     for name in dict.fromkeys(name for one in several for name in one):
         found = [one[name] for one in several if name in one]
         weight = sum(one["weight"] for one in found)

@@ -15,6 +15,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 from torch.utils.hooks import RemovableHandle
 
+from hookline.errors import TrainingError
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.module_classes import is_fsdp_module
 
@@ -24,6 +25,7 @@ __all__ = [
     "ModelGroup",
     "ModelWatch",
     "active_dynamo",
+    "check_supported",
     "keep_out_of_graphs",
 ]
 
@@ -34,7 +36,7 @@ class ModelGroup(torch.nn.ModuleList):
 
 @dataclass(frozen=True)
 class CalledModules:
-    """What a loop calls, where this is not the model itself.
+    """The modules that a loop calls, where these are not the model itself.
 
     Attributes:
         parts: parts of the model that the loop may call without calling the model.
@@ -44,6 +46,20 @@ class CalledModules:
 
     parts: tuple[torch.nn.Module, ...] = ()
     wrapper: torch.nn.Module | None = None
+
+
+def check_supported(model: torch.nn.Module) -> None:
+    """Raise for an engine of DeepSpeed: it runs backward, clipping and steps by itself.
+
+    Raises:
+        TrainingError: the model is such an engine.
+    """
+    if any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
+        raise TrainingError(
+            "The model is a DeepSpeedEngine, which is not supported: its backward and step hide "
+            "the gradients and the optimizer steps that hooks are called for. Give the model "
+            "itself, and train it with DDP or FSDP2 (strategy='ddp' or 'fsdp')."
+        )
 
 
 def keep_out_of_graphs(function: Any) -> None:

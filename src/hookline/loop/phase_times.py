@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookline.loop.phase_clock import PhaseClock
+from hookline.dispatch import HookManager
+from hookline.tensors.timing import Timestamp, elapsed_ms, is_over, record_time, timed_device
 
-__all__ = ["PHASES", "PhaseTimes"]
+if TYPE_CHECKING:
+    from hookline.runs.run import Run
+
+__all__ = ["PHASES", "LoopMonitor", "PhaseClock", "PhaseTimes"]
 
 PHASES = (
     *("data", "forward", "backward", "optimizer"),
@@ -43,6 +50,59 @@ _PHASE_OF_EVENT = {
     **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), "validation"),
     "on_checkpoint_save": "checkpoints",
 }
+
+
+class PhaseClock:
+    """Times consecutive phases: with events of the device if it has them, else by wall clock.
+
+    A wall clock would measure how long it takes to launch the work of a device.
+
+    Attributes:
+        weight: how often each phase counts from now on.
+        is_device: whether the device itself is timed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.weight = 1
+        self._device = timed_device(device)
+        self.is_device = self._device is not None
+        self._last = self.now()
+        self._open: deque[tuple[Any, Timestamp, Timestamp, int]] = deque()
+        self._sums: dict[Any, tuple[float, int]] = {}
+
+    def now(self) -> Timestamp:
+        """Return the current time, of the device if it has a clock."""
+        return record_time(self._device)
+
+    def start(self, begin: Timestamp = None) -> None:
+        """Begin the first phase, now or at this time."""
+        self._last = self.now() if begin is None else begin
+
+    def lap(self, phase: Hashable, end: Timestamp = None) -> None:
+        """End a phase, now or at this time, and begin the next one."""
+        now = self.now() if end is None else end
+        if self._device is None:
+            self.add(phase, elapsed_ms(self._last, now))
+        else:
+            self._open.append((phase, self._last, now, self.weight))
+        self._last = now
+
+    def add(self, phase: Hashable, milliseconds: float, weight: int | None = None) -> None:
+        """Add the duration of a phase."""
+        weight = self.weight if weight is None else weight
+        total, count = self._sums.get(phase, (0.0, 0))
+        self._sums[phase] = (total + weight * milliseconds, count + weight)
+
+    def take(self) -> dict[Any, tuple[float, int]]:
+        """Return milliseconds and number of each phase, and reset.
+
+        Phases that the device has not finished count for the next report.
+        """
+        while self._open and is_over(self._open[0][2]):
+            phase, begin, end, weight = self._open.popleft()
+            self.add(phase, elapsed_ms(begin, end), weight)
+        sums, self._sums = self._sums, {}
+        return sums
 
 
 class PhaseTimes:
@@ -188,3 +248,55 @@ def _fit(seconds: dict[str, float], phases: tuple[str, ...], room: float) -> Non
     if total > room:
         for phase in phases:
             seconds[phase] *= room / total
+
+
+class LoopMonitor:
+    """Records the system, the time of each phase and the tokens, on the training thread.
+
+    A thread takes a sample of the system every few seconds; it is recorded at the end of the step
+    that training has reached then. `tokens` returns how many were trained on, or None.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        device: torch.device,
+        hooks: HookManager,
+        tokens: Callable[[], int | None],
+    ) -> None:
+        from hookline.runs.system_sampler import SystemSampler
+
+        self.sampler = SystemSampler(run.path, device)
+        self.phases = PhaseTimes(device)
+        self._run, self._hooks, self._tokens = run, hooks, tokens
+        self._earlier = self._hook_seconds()  # of a run before, with the same hooks
+        self._cleanup = weakref.finalize(self, self.sampler.stop)
+        self._cleanup.atexit = False
+
+    def record(self, step: int, epoch: int | None) -> None:
+        """Record the newest sample, and what was measured since the last one."""
+        values: dict[str, float] = self.sampler.take()
+        times = self._take_times()
+        values |= {f"time/{phase}": seconds for phase, seconds in times.items()}
+        if (tokens := self._tokens()) is not None:
+            values["train/tokens_seen"] = tokens
+        self._run.log_metrics(step, epoch, values)
+
+    def close(self) -> dict[str, Any]:
+        """End the thread; return the time of each phase, and the tokens, for the last event."""
+        self.sampler.stop()
+        self._cleanup.detach()
+        self._take_times()
+        return {"times": self.phases.totals(), "tokens_seen": self._tokens()}
+
+    def _take_times(self) -> dict[str, float]:
+        now = self._hook_seconds()
+        return self.phases.take({e: max(0.0, now[e] - self._earlier.get(e, 0.0)) for e in now})
+
+    def _hook_seconds(self) -> Mapping[str, float]:
+        """Return the time of all hooks by event."""
+        seconds: dict[str, float] = {}
+        for info in self._hooks.summary().hooks:
+            for event, cost in info.costs.items():
+                seconds[event] = seconds.get(event, 0.0) + cost.seconds
+        return seconds

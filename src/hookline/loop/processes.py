@@ -8,8 +8,9 @@ otherwise: all processes have to call them, in the same order.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -19,16 +20,15 @@ import torch.distributed as dist
 
 from hookline.arguments import show_value
 from hookline.errors import LoopError, TrainingError
-from hookline.loop.rank_logging import log_as_rank
 from hookline.loop.torchrun import report_error, report_uncaught_errors
 
 __all__ = [
     "OneProcess",
     "ProcessGroup",
+    "broadcast_from_main",
     "is_main_process",
     "join_processes",
     "local_rank",
-    "share_from_main",
     "world_size",
 ]
 
@@ -37,13 +37,14 @@ _TIMEOUT = timedelta(minutes=30)  # one process may save or validate while the o
 
 
 class OneProcess:
-    """A process that trains alone."""
+    """A process that trains alone; `ProcessGroup` has the same methods for several of them."""
 
     rank = 0
     size = 1
     local_rank = 0
     stage = 0  # of the batch that is trained on, see `RankWatch`
     is_waiting = False  # whether this process waits here for the others
+    _started_here = False
 
     @property
     def is_main(self) -> bool:
@@ -67,27 +68,36 @@ class OneProcess:
         """Return the values of all processes, by rank, in rank 0; None in the others."""
         return [value]
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         return value
 
     def call_on_main(self, function: Callable[[], T]) -> T:
         """Call a function in rank 0; return its value, or raise its error, in all processes."""
-        return function()
-
-    def sum_numbers(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any]:
-        """Return the sums of pairs of numbers by name; a process need not have all names."""
-        return dict(numbers)
-
-    def sum_on_main(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any] | None:
-        """Return the same sums in rank 0; None in the others."""
-        return dict(numbers)
+        value: Any = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                value = function()
+            except Exception as raised:
+                error = raised
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        value, problem = self.broadcast((value, problem))
+        if error is not None:
+            raise error
+        if problem is not None:
+            raise TrainingError(f"Rank 0 has failed: {problem}")
+        return cast("T", value)
 
     def report_error(self, error: BaseException) -> None:
         """Tell torchrun which error ends this process. This is not a collective."""
+        if self.size > 1:
+            report_error(error)
 
     def close(self) -> None:
         """End the process group, if it was started here."""
+        if self._started_here and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class ProcessGroup(OneProcess):
@@ -101,77 +111,40 @@ class ProcessGroup(OneProcess):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = local_rank()
         self._started_here = started_here
-        log_as_rank(self.rank)
+        _LOG_FILTER.rank = self.rank
+        logging.getLogger("hookline").addFilter(_LOG_FILTER)  # once, also if there are several
         report_uncaught_errors()
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         atexit.register(self._leave_group)
 
+    def _wait_for(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
+        self.is_waiting = True
+        collective(*args, group=self._group, **options)
+        self.is_waiting = False
+
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether a process has set it."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        self.is_waiting = True
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
-        self.is_waiting = False
+        self._wait_for(dist.all_reduce, tensor, dist.ReduceOp.MAX)
         return tuple(map(bool, tensor.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         values: list[Any] = [None] * self.size
-        self.is_waiting = True
-        dist.all_gather_object(values, value, group=self._group)
-        self.is_waiting = False
+        self._wait_for(dist.all_gather_object, values, value)
         return values
 
     def gather_on_main(self, value: Any) -> list[Any] | None:
         """Return the values of all processes, by rank, in rank 0; None in the others."""
         values: list[Any] | None = [None] * self.size if self.is_main else None
-        self.is_waiting = True
-        dist.gather_object(value, values, dst=0, group=self._group)
-        self.is_waiting = False
+        self._wait_for(dist.gather_object, value, values, dst=0)
         return values
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         values = [value if self.is_main else None]
-        self.is_waiting = True
-        dist.broadcast_object_list(values, src=0, group=self._group)
-        self.is_waiting = False
+        self._wait_for(dist.broadcast_object_list, values, src=0)
         return values[0]
-
-    def call_on_main(self, function: Callable[[], T]) -> T:
-        """Call a function in rank 0; return its value, or raise its error, in all processes."""
-        value: Any = None
-        error: Exception | None = None
-        if self.is_main:
-            try:
-                value = function()
-            except Exception as raised:
-                error = raised
-        problem = None if error is None else f"{type(error).__name__}: {error}"
-        value, problem = self.share((value, problem))
-        if error is not None:
-            raise error
-        if problem is not None:
-            raise TrainingError(f"Rank 0 has failed: {problem}")
-        return cast("T", value)
-
-    def sum_numbers(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any]:
-        """Return the sums of pairs of numbers by name; a process need not have all names."""
-        return _add_pairs(self.gather(dict(numbers)))
-
-    def sum_on_main(self, numbers: Mapping[Any, tuple[float, float]]) -> dict[Any, Any] | None:
-        """Return the same sums in rank 0; None in the others."""
-        gathered = self.gather_on_main(dict(numbers))
-        return None if gathered is None else _add_pairs(gathered)
-
-    def report_error(self, error: BaseException) -> None:
-        """Tell torchrun which error ends this process. This is not a collective."""
-        report_error(error)
-
-    def close(self) -> None:
-        """End the process group, if it was started here."""
-        if self._started_here and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _leave_group(self) -> None:
         """End the group before Python does: its threads would abort the process now and then.
@@ -185,13 +158,28 @@ class ProcessGroup(OneProcess):
                 dist.destroy_process_group(group)
 
 
-def _add_pairs(several: Iterable[Mapping[Any, tuple[float, float]]]) -> dict[Any, Any]:
-    sums: dict[Any, tuple[float, float]] = {}
-    for one in several:
-        for name, (total, weight) in one.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = (before[0] + total, before[1] + weight)
-    return sums
+class _RankFilter(logging.Filter):
+    """Drops warnings and less in other ranks than 0, and adds the rank to the rest.
+
+    Warnings are about settings, data and checkpoints, which are the same in all processes. Errors
+    are failures of this process. A warning about this process alone has `extra={"own_rank": True}`.
+    """
+
+    rank = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether this process logs the record."""
+        if self.rank == 0:
+            return True
+        if record.levelno < logging.ERROR and not getattr(record, "own_rank", False):
+            return False
+        if not getattr(record, "rank", None):
+            record.rank = self.rank
+            record.msg = f"[rank {self.rank}] {record.msg}"
+        return True
+
+
+_LOG_FILTER = _RankFilter()
 
 
 def local_rank() -> int:
@@ -262,7 +250,7 @@ def is_main_process() -> bool:
     return (os.environ.get("RANK") or "0") == "0"  # as torchrun sets it
 
 
-def share_from_main(value: Any) -> Any:
+def broadcast_from_main(value: Any) -> Any:
     """Return the value of rank 0 in all processes, in the process group of the loop.
 
     Raises:

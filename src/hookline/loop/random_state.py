@@ -1,20 +1,27 @@
-"""The states of all random generators that training may use."""
+"""The states of all random generators that training may use: saved, restored and checked."""
 
 from __future__ import annotations
 
 import random
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from hookline.printable import printable
+
 _END = object()
+_MT19937_LENGTH = 624
 _HOLDERS = ("dataset", "sampler", "batch_sampler", "base_dataloader")  # of loaders and samplers
 
 __all__ = [
+    "describe_failure",
+    "describe_generators",
+    "describe_random_state",
     "draw_apart",
     "generator_state",
     "generators_of",
@@ -63,11 +70,8 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 def draw_apart(items: Iterator[Any], state: Mapping[str, Any]) -> Iterator[Any]:
     """Iterate over items that draw global random numbers on the CPU, in a sequence of their own.
 
-    The global states are the same after each item as before it. Switching takes about 50 µs.
-
-    Args:
-        items: the items.
-        state: the state that the sequence begins with, as `random_state` returns it.
+    The sequence begins with a state of `random_state`. The global states are the same after each
+    item as before it. Switching takes about 50 µs.
     """
     outside = _cpu_states()
     restore_random_state(state, torch.device("cpu"))
@@ -183,3 +187,69 @@ def _inner_holders(name: str, value: Any) -> Iterator[Any]:
 
 def _items(values: Sequence[Any]) -> Iterator[Any]:
     return (value for value in values if isinstance(value, Sampler | Dataset))
+
+
+def describe_random_state(state: Any) -> list[str]:
+    """Return what is wrong with states of the global generators, if anything."""
+
+    def apply() -> None:
+        set_generator_state(random.Random(), state["python"])
+        torch.Generator().set_state(state["torch"].cpu())
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and "numpy" in state:
+            _apply_to_copy(numpy.random.RandomState(), state["numpy"])
+
+    return describe_failure("the random states", apply)
+
+
+def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[str]:
+    """Return which states do not fit the generators of these loaders; none if counts differ."""
+    generators = generators_of(loaders)
+    if len(generators) != len(states):
+        return []
+    lines: list[str] = []
+    for index, (generator, state) in enumerate(zip(generators, states, strict=True)):
+        place = f"the state of generator {index} of the loaders"
+        lines += describe_failure(place, partial(_apply_to_copy, generator, state))
+    return lines
+
+
+def _apply_to_copy(generator: Any, state: Any) -> None:
+    """Set a state on a new generator of the same type; raise if it is not valid.
+
+    numpy does not check positions in the state, and reads behind its end then.
+    """
+    if isinstance(generator, torch.Generator):
+        torch.Generator(generator.device).set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        set_generator_state(random.Random(), state)
+    elif hasattr(generator, "set_state"):
+        kind, keys, position, *_ = state
+        if kind != "MT19937" or len(keys) != _MT19937_LENGTH:
+            raise ValueError("it is not a state of MT19937")
+        _check_position(position, _MT19937_LENGTH)
+        set_generator_state(type(generator)(), state)
+    else:
+        own = generator.bit_generator.state
+        inner = state["state"]
+        if "pos" in own["state"]:
+            if len(inner["key"]) != _MT19937_LENGTH:
+                raise ValueError("it is not a state of MT19937")
+            _check_position(inner["pos"], _MT19937_LENGTH)
+        if "buffer_pos" in own:
+            _check_position(state["buffer_pos"], len(own["buffer"]))
+        type(generator.bit_generator)().state = state
+
+
+def _check_position(position: Any, length: int) -> None:
+    if not 0 <= int(position) <= length:
+        raise ValueError(f"its position is {printable(position, 40)}")
+
+
+def describe_failure(what: str, apply: Callable[[], None]) -> list[str]:
+    """Return a line about the error that a function raises, if it does."""
+    try:
+        apply()
+    except Exception as error:  # whatever the libraries raise for a value of the wrong type
+        return [f"{what} cannot be restored: {type(error).__name__}: {printable(error)}"]
+    return []

@@ -1,4 +1,4 @@
-"""What the ranks of a loop tell each other: between two steps, and when they begin and end.
+"""Exchanges between the ranks of a loop: between two steps, and when they begin and end.
 
 A rank that stopped, skipped a step or toggled a hook alone would make the others wait for ever, or
 train another model. In a process that trains alone, everything here returns at once.
@@ -7,32 +7,46 @@ train another model. In a process that trains alone, everything here returns at 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from hookline.context import to_float
 from hookline.dispatch import HookManager, Schedule
 from hookline.errors import LoopError
 from hookline.loop.event_context import EventContext
-from hookline.loop.means import Means, means_of_all
+from hookline.loop.means import Means, add_means
 from hookline.loop.processes import OneProcess, ProcessGroup
-from hookline.loop.step_records import StepRecords
+from hookline.tensors.barrier import barrier_with_timeout
+from hookline.tensors.memory import device_peak_mb
 from hookline.tensors.name_patterns import module_places
-from hookline.tensors.rank_rendezvous import missing_ranks
 from hookline.tensors.sharded import needs_collective
 
 if TYPE_CHECKING:
     from hookline.loop.rank_watch import RankWatch
 
-__all__ = ["NormSchedule", "RankSync", "is_sharded_loop", "join_ranks", "meet", "trains_together"]
+__all__ = [
+    "NormSchedule",
+    "RankMetrics",
+    "RankSync",
+    "StepRecords",
+    "is_sharded_loop",
+    "join_ranks",
+    "trains_together",
+    "wait_for_ranks",
+]
 
 log = logging.getLogger("hookline")
 
 _SECONDS = 120.0  # within which all processes have to attach, and to end their sessions
 _VALIDATION_SECONDS = 60.0  # within which all processes have to begin a validation
 _CALL_SECONDS = 60.0  # within which all processes have to save or load a checkpoint
+_METRICS_SECONDS = 60.0  # between two records of `RankMetrics`; the end of an epoch has one, too
+_RECORD_STEPS = 50  # steps whose values are averaged together
 _SLOW_RANK_SECONDS = 60.0  # after which a process that the others wait for is named
 
 _NORM_EVENTS = ("on_gradient_clip", "on_step_end")
@@ -41,11 +55,6 @@ _NORM_ARGUMENTS = ("grad_norm", "ctx")
 
 class RankSync:
     """Keeps hooks, records and means of all ranks together.
-
-    Args:
-        processes: the processes that train together.
-        hooks: the hooks.
-        context: gets the schedule of the norm.
 
     Attributes:
         is_alone: whether no other process takes part.
@@ -60,7 +69,7 @@ class RankSync:
         self.records = StepRecords(processes)
         self._hooks, self._context = hooks, context
         self._agreed = self._read_status()
-        self._validates_alone = self._saves_alone = False
+        self._not_together: set[str] = set()  # what some processes have not done in time
         self._rank_watch: RankWatch | None = None
 
     def begin(self) -> None:
@@ -119,7 +128,10 @@ class RankSync:
 
     def means(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
-        return means_of_all(means, self.processes)
+        if self.is_alone:
+            return means.means()
+        added = add_means(self.processes.gather(means.state_dict()))
+        return {name: one["mean"] for name, one in added.items()}
 
     # -- loops in which not all ranks may make a call ---------------------------------------------
 
@@ -128,39 +140,35 @@ class RankSync:
 
         A loop may validate in some processes only. They wait once for the others, and not again.
         """
-        if self.is_alone or self._validates_alone:
-            return False
-        size = self.processes.size
-        missing = missing_ranks("validation", range(size), _VALIDATION_SECONDS)
-        if missing:
-            self._validates_alone = True
-            log.warning(
-                "Rank %s has not begun a validation within %g s. From now on val/… is that of each "
-                "process alone, and the record has that of rank 0. Validate in all processes, each "
-                "with its part of the batches: `with session.validation():`.",
-                _join(missing),
-                _VALIDATION_SECONDS,
-            )
-        return not missing
+        return self._begin_together(
+            "validation",
+            _VALIDATION_SECONDS,
+            "Rank %s has not begun a validation within %g s. From now on val/… is that of each "
+            "process alone, and the record has that of rank 0. Validate in all processes, each "
+            "with its part of the batches: `with session.validation():`.",
+        )
 
     def begin_save(self) -> bool:
         """Return whether all processes save now, so that the state of each is in the checkpoint.
 
         A loop may save in rank 0 only. It waits once for the others, and not again.
         """
-        if self.is_alone or self._saves_alone:
+        return self._begin_together(
+            "save_checkpoint",
+            _CALL_SECONDS,
+            "Rank %s has not called session.save_checkpoint() within %g s. From now on "
+            "checkpoints have the random state of rank 0 only: a resumed loop has other random "
+            "numbers in the other processes, such as those of dropout. Call it in all "
+            "processes, at the same place of the loop; rank 0 writes.",
+        )
+
+    def _begin_together(self, purpose: str, seconds: float, warning: str) -> bool:
+        if self.is_alone or purpose in self._not_together:
             return False
-        missing = missing_ranks("save_checkpoint", range(self.processes.size), _CALL_SECONDS)
+        missing = barrier_with_timeout(purpose, range(self.processes.size), seconds)
         if missing:
-            self._saves_alone = True
-            log.warning(
-                "Rank %s has not called session.save_checkpoint() within %g s. From now on "
-                "checkpoints have the random state of rank 0 only: a resumed loop has other random "
-                "numbers in the other processes, such as those of dropout. Call it in all "
-                "processes, at the same place of the loop; rank 0 writes.",
-                _join(missing),
-                _CALL_SECONDS,
-            )
+            self._not_together.add(purpose)
+            log.warning(warning, _join(missing), seconds)
         return not missing
 
     def end_together(self, run: Any) -> bool:
@@ -170,7 +178,7 @@ class RankSync:
         if not dist.is_initialized():
             why = "The process group was destroyed before the session has ended"
             advice = "End the session first: `with hookline.attach(…):` around the loop."
-        elif missing := missing_ranks("detach", range(self.processes.size), _SECONDS):
+        elif missing := barrier_with_timeout("detach", range(self.processes.size), _SECONDS):
             why = f"Rank {_join(missing)} has not ended its session within {_SECONDS:g} s"
             advice = "Do all processes have equally many batches?"
         else:
@@ -194,16 +202,10 @@ class RankSync:
         after: float | None = None,
     ) -> None:
         """Name the processes that make the others wait, in rank 0; see `RankWatch`."""
-        from hookline.loop.rank_watch import STAGES, RankWatch  # its import takes a while
-
-        processes = self.processes
-
-        def find_place() -> tuple[int, int, int]:
-            epoch, batch, stage = place()
-            return epoch, batch, len(STAGES) - 1 if processes.is_waiting else stage
+        from hookline.loop.rank_watch import RankWatch  # its import takes a while
 
         seconds = _SLOW_RANK_SECONDS if after is None else after
-        self._rank_watch = RankWatch(processes, seconds, find_place, record)
+        self._rank_watch = RankWatch(self.processes, seconds, place, record)
 
     def stop_watching(self) -> None:
         """Name no process any more."""
@@ -246,13 +248,117 @@ class NormSchedule:
             )
 
 
+class StepRecords:
+    """Keeps the values of each step, such as `train/loss`, until they are averaged and recorded.
+
+    One collective per report instead of one per step: a step neither waits for other processes nor
+    for the device.
+    """
+
+    def __init__(self, processes: OneProcess) -> None:
+        self._processes = processes
+        self._values: list[tuple[int, int | None, str, Any]] = []
+
+    def add(self, step: int, epoch: int | None, name: str, value: Any) -> None:
+        """Keep a value: a number, or a tensor with one element."""
+        self._values.append((step, epoch, name, value))
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the values are recorded after this step."""
+        return step % _RECORD_STEPS == 0
+
+    def own_values(self) -> list[tuple[int, int | None, str, float]]:
+        """Return what is kept of this process: step, epoch, name and value."""
+        return [(step, epoch, name, to_float(value)) for step, epoch, name, value in self._values]
+
+    def report(
+        self,
+        run: Any,
+        own_values: Mapping[str, float] | None = None,
+        at: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Average what was kept over all processes, and record it in the run of rank 0.
+
+        All processes have to call this. `own_values` are those of this process alone, whose names
+        begin with "ranks/", and `at` is their step and epoch.
+        """
+        self._record(run, self._processes, own_values or {}, at)
+
+    def report_own(self, run: Any) -> int:
+        """Record the values of this process alone; return of how many steps."""
+        steps = len({step for step, *_ in self._values})
+        self._record(run, OneProcess(), {}, (0, 0))
+        return steps
+
+    def _record(
+        self,
+        run: Any,
+        processes: OneProcess,
+        own_values: Mapping[str, float],
+        at: tuple[int, int],
+    ) -> None:
+        kept, self._values = self._values, []
+        own: dict[Any, Any] = {}
+        for step, epoch, name, value in kept:
+            attempt = 0  # a step that was skipped has the number of the step before
+            while (step, attempt, epoch, name) in own:
+                attempt += 1
+            own[step, attempt, epoch, name] = {"mean": to_float(value), "weight": 1.0}
+        step, epoch = at
+        for name, value in own_values.items():
+            own[step, 0, epoch, name] = {"mean": value, "weight": 1.0}
+        gathered = processes.gather_on_main(own)
+        if run is None or gathered is None:
+            return
+        means = add_means(gathered)
+        for key in sorted(means, key=lambda key: key[:2]):  # a process need not have all names
+            step, _, epoch, name = key
+            run.log(step, epoch, name, means[key]["mean"])
+
+
+class RankMetrics:
+    """Measures this process: batches per second, and the most memory of it or its device."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._prefix, self._device = f"ranks/{rank}", device
+        self.start_epoch(0)
+
+    def start_epoch(self, batches: int) -> None:
+        """Count from here, where so many batches of the epoch were trained on before."""
+        self._batches, self._since = batches, monotonic()
+
+    def measure(self, batches: int, *, is_last: bool = False) -> dict[str, float]:
+        """Return the values since the last time by name; none if that was a short time ago.
+
+        So many batches of the epoch were trained on; `is_last` says that it is over.
+        """
+        seconds = monotonic() - self._since
+        trained = batches - self._batches
+        if trained <= 0 or (seconds < _METRICS_SECONDS and not is_last):
+            return {}
+        self.start_epoch(batches)
+        values = {f"{self._prefix}/batches_per_second": trained / max(seconds, 1e-9)}
+        peak = _peak_memory(self._device)
+        return values if peak is None else {**values, f"{self._prefix}/memory_peak_mb": peak}
+
+
+def _peak_memory(device: torch.device) -> float | None:
+    of_device = device_peak_mb(device)
+    if of_device is not None or sys.platform == "win32":
+        return of_device
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+
+
 def join_ranks(hooks: HookManager) -> ProcessGroup:
     """Return the processes of a bare loop, when all of them have attached the same hooks.
 
     Raises:
         LoopError: one of them has not attached within the time limit, or has other hooks.
     """
-    if missing := missing_ranks("attach", range(dist.get_world_size()), _SECONDS):
+    if missing := barrier_with_timeout("attach", range(dist.get_world_size()), _SECONDS):
         raise LoopError(
             f"Rank {_join(missing)} has not attached to the loop within {_SECONDS:g} s. Call "
             "`hookline.attach` in all processes that train the model: a hook with "
@@ -270,13 +376,13 @@ def join_ranks(hooks: HookManager) -> ProcessGroup:
     return processes
 
 
-def meet(call: str) -> None:
+def wait_for_ranks(call: str) -> None:
     """Wait until all processes make the same call of the session.
 
     Raises:
         LoopError: One of them has not come within the time limit.
     """
-    if missing := missing_ranks(call, range(dist.get_world_size()), _CALL_SECONDS):
+    if missing := barrier_with_timeout(call, range(dist.get_world_size()), _CALL_SECONDS):
         raise LoopError(
             f"Rank {_join(missing)} has not called session.{call}() within {_CALL_SECONDS:g} s. "
             "Several processes train this model together: call it in all of them, at the same "

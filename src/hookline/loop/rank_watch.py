@@ -34,7 +34,7 @@ _runs = iter(range(1 << 62))  # fits of this process, the same number in all pro
 
 @dataclass
 class _Seen:
-    """What rank 0 knows about one process, with its own clock."""
+    """One process as rank 0 sees it, with its own clock."""
 
     heard: float
     moved: float
@@ -62,14 +62,14 @@ class RankWatch:
         place: Callable[[], tuple[int, int, int]],
         report: Callable[..., None],
     ) -> None:
-        self._rank, self._size = processes.rank, processes.size
+        self._processes, self._rank = processes, processes.rank
         self._after, self._place, self._report = after, place, report
         stores: Any = dist
         store: Any = _get_default_store()
         store = store.clone() if hasattr(store, "clone") else store  # a connection of its own
         self._store = stores.PrefixStore(f"hookline/ranks/{next(_runs)}", store)
         now = monotonic()
-        self._seen = {rank: _Seen(now, now) for rank in range(self._size)}
+        self._seen = {rank: _Seen(now, now) for rank in range(processes.size)}
         self._named: set[int] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hookline-ranks", daemon=True)
@@ -86,7 +86,9 @@ class RankWatch:
         try:
             while not self._ended.wait(min(self._after / 4, _LONGEST) if beat else 0.0):
                 beat += 1
-                written = json.dumps([beat, self._place(), host])
+                epoch, batch, stage = self._place()
+                stage = len(STAGES) - 1 if self._processes.is_waiting else stage
+                written = json.dumps([beat, (epoch, batch, stage), host])
                 self._store.set(str(self._rank), written)
                 if self._rank == 0:
                     self._read()
@@ -148,14 +150,8 @@ class RankWatch:
         else:
             text = f"it has stood at {at} for {seconds} s{where}, and others wait for it."
         fields = {"rank": rank, "missing": is_missing, "seconds": seconds, "host": seen.host}
-        known_epoch = None if epoch < 0 else epoch
-        return {
-            **fields,
-            "epoch": known_epoch,
-            "batch": batch,
-            "stage": STAGES[stage],
-            "text": text,
-        }
+        fields |= {"epoch": None if epoch < 0 else epoch, "batch": batch, "stage": STAGES[stage]}
+        return {**fields, "text": text}
 
     def _record(self, kind: str, **fields: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What a loop records: its run, trackers, the values of steps, phase times and system samples.
+"""The record of a loop: its run, trackers, the values of steps, phase times and system samples.
 
 Without a run and without trackers, nothing is recorded, and little is imported.
 """
@@ -21,11 +21,10 @@ from hookline.dispatch.calling_hook import find_calling_hook
 from hookline.dispatch.failures import HookFailure
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.means import Means
-from hookline.loop.phase_times import PhaseTimes
+from hookline.loop.phase_times import LoopMonitor, PhaseTimes
 
 if TYPE_CHECKING:
-    from hookline.loop.loop_monitor import LoopMonitor
-    from hookline.loop.step_records import StepRecords
+    from hookline.loop.rank_sync import StepRecords
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
 
@@ -87,7 +86,7 @@ class Record:
         """Start a run, and log its id, commit, configuration hash and hooks.
 
         Args:
-            identity: what is trained.
+            identity: describes what is trained.
             hooks: all hooks, in order.
             seed: the seed.
             device: where the model is trained.
@@ -151,8 +150,6 @@ class Record:
     ) -> None:
         """Sample the system and time the phases from now on, if a run is written."""
         if self.run is not None:
-            from hookline.loop.loop_monitor import LoopMonitor
-
             with HeldInterrupts():  # it has a thread
                 self._monitor = LoopMonitor(self.run, device, hooks, tokens)
             self.phases = self._monitor.phases
@@ -181,13 +178,9 @@ class Record:
     def end_step(
         self, step: int, epoch: int | None, loss: Any, records: StepRecords | None
     ) -> None:
-        """Record the loss of a step, and the means of what was logged in it.
+        """Record the loss of a step, if it is known, and the means of what was logged in it.
 
-        Args:
-            step: the step.
-            epoch: the epoch; None if it is not known.
-            loss: its loss; None if that is not known.
-            records: keeps the values, for means over all ranks; None if this process is alone.
+        With `records`, they are kept there, for means over all ranks.
         """
         values = self._step_means.means()
         if loss is not None:

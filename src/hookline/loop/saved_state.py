@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import ConfigDict, Field, InstanceOf, TypeAdapter, ValidationError, with_config
+from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from hookline.checkpoint import Checkpoint
@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 _MAX_SHOWN = 10
-_STRICT = ConfigDict(strict=True)
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Names = list[str]
@@ -34,44 +33,34 @@ Section = dict[str, Any]
 State = InstanceOf[torch.Tensor]
 
 
-@with_config(_STRICT)
 class _Classes(TypedDict, total=False):
     optimizers: Names
     schedulers: Names
 
 
-@with_config(_STRICT)
 class _Group(TypedDict):
     params: list[Count]
     param_names: NotRequired[Names | None]
 
 
-@with_config(_STRICT)
 class _Optimizer(TypedDict):
     state: dict[Any, Any]
     param_groups: list[_Group]
 
 
-@with_config(_STRICT)
 class _Mean(TypedDict):
     mean: float
     weight: float
 
 
-@with_config(_STRICT)
 class _LogPosition(TypedDict):
     metrics: Count
     rewinds: NotRequired[Count]
 
 
-@with_config(_STRICT)
-class _LoopState(TypedDict):
-    """What the checkpoints of all loops have."""
+class _HookState(TypedDict):
+    """The state of hooks, which all loops save."""
 
-    classes: NotRequired[_Classes]
-    optimizers: list[_Optimizer]
-    schedulers: list[Section]
-    scaler: Section | None
     hooks: dict[str, dict[Any, Any]]
     disabled: Names
     means: dict[str, _Mean]
@@ -80,13 +69,20 @@ class _LoopState(TypedDict):
     run: NotRequired[_LogPosition | None]
 
 
-@with_config(_STRICT)
+class _Objects(TypedDict):
+    """The further state of loops whose checkpoints are ours."""
+
+    classes: NotRequired[_Classes]
+    optimizers: list[_Optimizer]
+    schedulers: list[Section]
+    scaler: Section | None
+
+
 class _PassStart(TypedDict):
     random: Section
     generators: list[Any]
 
 
-@with_config(_STRICT)
 class _Indices(TypedDict):
     start: _PassStart
     first: _PassStart
@@ -95,7 +91,6 @@ class _Indices(TypedDict):
     recent: list[Any]
 
 
-@with_config(_STRICT)
 class _Pass(TypedDict):
     start: _PassStart
     loader: NotRequired[Section]
@@ -107,7 +102,6 @@ class _Pass(TypedDict):
 _PassField = TypedDict("_PassField", {"pass": _Pass | None})
 
 
-@with_config(_STRICT)
 class _Loader(_PassField):
     ended: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
     persistent_workers: bool
@@ -117,7 +111,6 @@ class _Loader(_PassField):
     batch_size: NotRequired[Count | None]
 
 
-@with_config(_STRICT)
 class _Position(TypedDict):
     epoch: Count
     batches: Count
@@ -128,15 +121,13 @@ class _Position(TypedDict):
     validated: dict[str, float]
 
 
-@with_config(_STRICT)
 class _RankState(TypedDict):
     position: _Position
     means: dict[str, _Mean]
     tokens_seen: Count
 
 
-@with_config(_STRICT)
-class _TrainerState(_LoopState):
+class _TrainerState(_HookState, _Objects):
     attributes: Section
     position: _Position
     epoch: Count
@@ -152,69 +143,33 @@ class _TrainerState(_LoopState):
     strategy: NotRequired[Section]
 
 
-@with_config(_STRICT)
 class _SessionRank(TypedDict):
     means: dict[str, _Mean]
     tokens_seen: Count | None
     random: Section
 
 
-@with_config(_STRICT)
-class _SessionState(_LoopState):
+class _WatchedState(_HookState):
+    """The further state of loops that are not ours."""
+
     attributes: NotRequired[Section]
     epoch: Count | None
     tokens_seen: Count | None
-    random: NotRequired[Section | None]
     logged: NotRequired[dict[str, _Mean]]
     unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
+
+
+class _SessionState(_WatchedState, _Objects):
+    random: NotRequired[Section | None]
     extra: NotRequired[Section]
     ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 
-@with_config(_STRICT)
-class _HostState(TypedDict):
-    """What is saved of hooks with the checkpoint of another library's trainer."""
+class _HostState(_WatchedState):
+    """The state that is saved with the checkpoint of another library's trainer."""
 
-    hooks: dict[str, dict[Any, Any]]
-    attributes: NotRequired[Section]
-    disabled: Names
-    means: dict[str, _Mean]
-    step: Count
-    epoch: Count | None
-    tokens_seen: Count | None
-    best_accuracy: float
-    run: NotRequired[_LogPosition | None]
-    logged: NotRequired[dict[str, _Mean]]
-    unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
     batch_idx: Count
     run_id: str | None
-
-
-def check_host_state(checkpoint: Checkpoint) -> None:
-    """Raise unless the state has the form of what is saved in another library's trainer.
-
-    Raises:
-        CheckpointError: The message lists what is missing or has another type.
-    """
-    _check(_HostState, checkpoint, "hooks in another library's trainer")
-
-
-def check_trainer_state(checkpoint: Checkpoint) -> None:
-    """Raise unless the state has the form of a trainer's.
-
-    Raises:
-        CheckpointError: The message lists what is missing or has another type.
-    """
-    _check(_TrainerState, checkpoint, "a trainer")
-
-
-def check_session_state(checkpoint: Checkpoint) -> None:
-    """Raise unless the state has the form of a bare loop's.
-
-    Raises:
-        CheckpointError: The message lists what is missing or has another type.
-    """
-    _check(_SessionState, checkpoint, "a bare loop")
 
 
 @contextmanager
@@ -240,7 +195,12 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
+def _check(kind: type, what: str, checkpoint: Checkpoint) -> None:
+    """Raise unless the state has the form of this kind.
+
+    Raises:
+        CheckpointError: The message lists what is missing or has another type.
+    """
     if checkpoint.info.get("weights_only"):
         raise CheckpointError(
             f"{checkpoint.path} has only the weights of the model (save_weights_only), and not the "
@@ -252,7 +212,7 @@ def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
             "save_weights_only saves such checkpoints. Or start a new run."
         )
     try:
-        _adapter(kind).validate_python(checkpoint.state)
+        _adapter(kind).validate_python(checkpoint.state, strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
         lines = [
@@ -266,3 +226,8 @@ def _check(kind: type, checkpoint: Checkpoint, what: str) -> None:
             "changed. The checkpoint is damaged, or was saved by another kind of loop:"
         )
         raise CheckpointError(message_lines(head, *lines)) from None
+
+
+check_trainer_state = partial(_check, _TrainerState, "a trainer")
+check_session_state = partial(_check, _SessionState, "a bare loop")
+check_host_state = partial(_check, _HostState, "hooks in another library's trainer")

@@ -1,12 +1,10 @@
-"""What in a saved state the objects of a loop cannot load, found without changing them."""
+"""Why the objects of a loop cannot load a saved state, found without changing them."""
 
 from __future__ import annotations
 
 import copy
 import math
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,16 +12,15 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hookline.loop.random_state import generators_of, set_generator_state
-from hookline.options import BuiltIn
+from hookline.loop.random_state import describe_failure
 from hookline.printable import printable
 from hookline.tensors.sharded import local, shard_like
 
 __all__ = [
-    "describe_generators",
+    "compare_optimizers",
+    "compare_scaler",
+    "compare_schedulers",
     "describe_hook_states",
-    "describe_objects",
-    "describe_random_state",
 ]
 
 _MAX_SHOWN = 5
@@ -35,59 +32,43 @@ _STATE_KEYS = {  # what the optimizers of torch have for each parameter after a 
     **{"Rprop": {"step", "prev", "step_size"}, "ASGD": {"step", "eta", "mu", "ax"}, "SGD": set()},
 }
 _DIVISORS = {
-    "step_size",
-    "T_max",
-    "T_0",
-    "T_i",
-    "T_mult",
-    "total_steps",
-    "total_size",
-    "step_ratio",
+    *("step_size", "step_ratio", "total_steps", "total_size"),
+    *("T_max", "T_0", "T_i", "T_mult"),
 }
 _PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
 _SCALARS = ("step", "mu_product", "eta", "mu")
-_MT19937_LENGTH = 624
 _INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def describe_objects(
-    state: Mapping[str, Any],
-    *,
-    optimizers: Sequence[Any],
-    schedulers: Sequence[Any],
-    scaler: Any,
-) -> dict[tuple[str, int], list[str]]:
-    """Return what optimizers, schedulers and the scaler cannot load, by section and index.
+def compare_optimizers(optimizers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
+    """Return what optimizers cannot load, by index; if numbers differ, the first are compared."""
+    return {
+        index: [f"optimizer {index}: {line}" for line in _describe_optimizer(*pair)][:_MAX_SHOWN]
+        for index, pair in enumerate(zip(optimizers, saved, strict=False))
+    }
 
-    The index -1 stands for the whole section.
 
-    Args:
-        state: A saved state of the right form. Where numbers of objects differ, the first are
-            compared.
-        optimizers: The loop's optimizers.
-        schedulers: The loop's schedulers.
-        scaler: The loop's gradient scaler, or None.
-    """
-    found: dict[tuple[str, int], list[str]] = {}
-    for index, pair in enumerate(zip(optimizers, state["optimizers"], strict=False)):
-        found["optimizers", index] = [
-            f"optimizer {index}: {line}" for line in _describe_optimizer(*pair)
-        ]
-    for index, pair in enumerate(zip(schedulers, state["schedulers"], strict=False)):
-        found["schedulers", index] = [
-            f"scheduler {index}: {line}" for line in _describe_scheduler(*pair)
-        ]
-    if scaler is not None and state["scaler"] is not None:
-        own = scaler.state_dict()
-        lines = _describe_kinds(state["scaler"], own)
-        lines += [f"'{key}' is missing" for key in own if key not in state["scaler"]]
-        found["scaler", -1] = [f"the scaler: {line}" for line in lines]
-    return {place: lines[:_MAX_SHOWN] for place, lines in found.items() if lines}
+def compare_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
+    """Return what schedulers cannot load, by index, as `compare_optimizers` does."""
+    return {
+        index: [f"scheduler {index}: {line}" for line in _describe_scheduler(*pair)][:_MAX_SHOWN]
+        for index, pair in enumerate(zip(schedulers, saved, strict=False))
+    }
+
+
+def compare_scaler(scaler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return what the gradient scaler cannot load; nothing if there is none."""
+    own = {} if scaler is None else scaler.state_dict()
+    lines = _describe_kinds(saved, own)
+    lines += [f"'{key}' is missing" for key in own if key not in saved]
+    return [f"the scaler: {line}" for line in lines][:_MAX_SHOWN]
 
 
 def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
     """Return what built-in hooks cannot load: values of another kind, averages of other weights."""
+    from hookline.options import BuiltIn  # pydantic takes long to import
+
     lines: list[str] = []
     own = hooks.state_dict()
     weights = {
@@ -120,37 +101,12 @@ def _describe_averages(
     return lines
 
 
-def describe_random_state(state: Any) -> list[str]:
-    """Return what is wrong with states of the global generators, if anything."""
-
-    def apply() -> None:
-        set_generator_state(random.Random(), state["python"])
-        torch.Generator().set_state(state["torch"].cpu())
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "numpy" in state:
-            _apply_to_copy(numpy.random.RandomState(), state["numpy"])
-
-    return _describe_failure("the random states", apply)
-
-
-def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[str]:
-    """Return which states do not fit the generators of these loaders; none if counts differ."""
-    generators = generators_of(loaders)
-    if len(generators) != len(states):
-        return []
-    lines: list[str] = []
-    for index, (generator, state) in enumerate(zip(generators, states, strict=True)):
-        place = f"the state of generator {index} of the loaders"
-        lines += _describe_failure(place, partial(_apply_to_copy, generator, state))
-    return lines
-
-
 def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
     lines = list(_describe_groups(optimizer, saved))
     if type(optimizer).__module__.startswith("torch.optim"):
         lines += _describe_parameter_states(optimizer, saved)
         if not lines and type(optimizer).__name__ in _STATE_KEYS:
-            lines += _describe_failure("its state", partial(_try_step, optimizer, saved))
+            lines += describe_failure("its state", partial(_try_step, optimizer, saved))
     yield from lines
 
 
@@ -329,43 +285,3 @@ def _kind(value: Any) -> str | None:
         if isinstance(value, types):
             return name
     return f"a {type(value).__name__}"
-
-
-def _apply_to_copy(generator: Any, state: Any) -> None:
-    """Set a state on a new generator of the same type; raise if it is not valid.
-
-    numpy does not check positions in the state, and reads behind its end then.
-    """
-    if isinstance(generator, torch.Generator):
-        torch.Generator(generator.device).set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        set_generator_state(random.Random(), state)
-    elif hasattr(generator, "set_state"):
-        kind, keys, position, *_ = state
-        if kind != "MT19937" or len(keys) != _MT19937_LENGTH:
-            raise ValueError("it is not a state of MT19937")
-        _check_position(position, _MT19937_LENGTH)
-        set_generator_state(type(generator)(), state)
-    else:
-        own = generator.bit_generator.state
-        inner = state["state"]
-        if "pos" in own["state"]:
-            if len(inner["key"]) != _MT19937_LENGTH:
-                raise ValueError("it is not a state of MT19937")
-            _check_position(inner["pos"], _MT19937_LENGTH)
-        if "buffer_pos" in own:
-            _check_position(state["buffer_pos"], len(own["buffer"]))
-        type(generator.bit_generator)().state = state
-
-
-def _check_position(position: Any, length: int) -> None:
-    if not 0 <= int(position) <= length:
-        raise ValueError(f"its position is {printable(position, 40)}")
-
-
-def _describe_failure(what: str, apply: Callable[[], None]) -> list[str]:
-    try:
-        apply()
-    except Exception as error:  # whatever the libraries raise for a value of the wrong type
-        return [f"{what} cannot be restored: {type(error).__name__}: {printable(error)}"]
-    return []

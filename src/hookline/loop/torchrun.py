@@ -1,4 +1,4 @@
-"""What a process knows about the torchrun that has started it, without a process group."""
+"""The torchrun that has started this process: its command, its failures; no process group."""
 
 from __future__ import annotations
 

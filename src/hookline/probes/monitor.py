@@ -30,7 +30,7 @@ from hookline.tensors.running_statistics import (
     unit_dimension,
 )
 from hookline.tensors.sharded import local, nested_values
-from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, mark
+from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, record_time
 
 __all__ = ["DEFAULT_METRICS", "METRICS", "Monitor"]
 
@@ -215,11 +215,11 @@ class Monitor(BuiltIn, Probe):
             self._measure(call, tensors)
             return
         device = tensors[0].device if tensors else None
-        begin = mark(device)
+        begin = record_time(device)
         self._measure_cost(call, tensors)
         self._measure(call, tensors)
         if self._times_forward and self.attachment is not None:
-            end = mark(device)
+            end = record_time(device)
             for outer in self.attachment.running_calls:
                 if outer.saved is not None and outer.saved.span is not None:
                     outer.saved.span.pause(begin, end)
@@ -228,7 +228,7 @@ class Monitor(BuiltIn, Probe):
         """Measure the time and memory of a call; in compiled models only the output's size."""
         start: _Start | None = call.saved
         if start is not None and start.span is not None:
-            start.span.end = mark(start.span.device)
+            start.span.end = record_time(start.span.device)
             self._forward.add(start.span)
         if start is not None and self._times_backward:
             self._backward.watch(call.name, tensors, start.position)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from hookline.tensors.memory import resident_mb
+
 __all__ = ["SECONDS", "SystemSampler", "SystemUsage"]
 
 SECONDS = 10.0
@@ -165,8 +167,7 @@ def _machine_times() -> tuple[float, float]:
 
 def _memory() -> Iterator[tuple[str, float]]:
     if _HAS_PROC:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        yield "system/memory_mb", pages * os.sysconf("SC_PAGESIZE") / 1e6
+        yield "system/memory_mb", resident_mb()
         sizes = _read_sizes("/proc/meminfo")
         share = 1 - sizes["MemAvailable:"] / sizes["MemTotal:"]
         yield "system/machine_memory_percent", 100 * share

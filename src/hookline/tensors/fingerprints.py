@@ -16,7 +16,7 @@ import xxhash
 from torch import Tensor
 
 from hookline.tensors.memory import storages
-from hookline.tensors.timing import is_over, mark
+from hookline.tensors.timing import is_over, record_time
 
 __all__ = ["Comparison", "Fingerprint"]
 
@@ -50,7 +50,7 @@ class Comparison:
         is_resized = len(before.on_devices) != len(after.on_devices)
         self.differs_on_host = is_resized or before.on_host != after.on_host
         self._flags = [(a != b).to("cpu", non_blocking=True) for a, b in pairs]
-        self._ends = [mark(device) for device in {a.device for a, _ in pairs}]
+        self._ends = [record_time(device) for device in {a.device for a, _ in pairs}]
 
     @property
     def is_pending(self) -> bool:

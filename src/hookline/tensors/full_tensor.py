@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hookline.dispatch.calling_hook import find_limited_hook
 from hookline.errors import CollectiveError
+from hookline.tensors.barrier import barrier_with_timeout
 from hookline.tensors.nested import map_tensors, tensors_in
-from hookline.tensors.rank_rendezvous import missing_ranks
 from hookline.tensors.sharded import is_sharded, needs_collective, whole
 
 __all__ = ["full_tensor", "require_all_ranks"]
@@ -76,7 +76,7 @@ def require_all_ranks(tensors: Iterable[Any], function: str, timeout: float) -> 
         purposes.setdefault(ranks, []).append(described)
     for ranks, several in purposes.items():
         purpose = f"{function} {' '.join(several[:8])} of {len(several)}"
-        if missing := missing_ranks(purpose, ranks, timeout):
+        if missing := barrier_with_timeout(purpose, ranks, timeout):
             raise CollectiveError(
                 f"{function} waited {timeout:g} s for rank {', '.join(map(str, missing))}, which "
                 f"did not call it for a tensor of shape {tuple(tensors[0].shape)}. All processes "

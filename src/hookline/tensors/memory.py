@@ -1,8 +1,10 @@
-"""The memory of tensors."""
+"""The memory of tensors, of this process and of devices."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["expand_buffers", "storages", "unshared"]
+__all__ = ["device_peak_mb", "expand_buffers", "resident_mb", "storages", "unshared"]
 
 _STRIDED = torch.strided
 
@@ -77,3 +79,15 @@ def unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             tensors[name] = tensor.clone()
         seen.add(storage)
     return tensors
+
+
+def resident_mb() -> float:
+    """Return the memory of this process that is in RAM, on Linux."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
+
+def device_peak_mb(device: torch.device) -> float | None:
+    """Return the most memory that was allocated on a device; None if it does not count that."""
+    peak = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    return None if peak is None else float(peak(device)) / 1e6

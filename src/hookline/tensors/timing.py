@@ -19,23 +19,23 @@ from torch import Tensor
 
 __all__ = [
     "BackwardTimes",
-    "Mark",
     "Span",
     "Times",
+    "Timestamp",
     "elapsed_ms",
     "graph_position",
     "is_over",
-    "mark",
+    "record_time",
     "timed_device",
 ]
 
-Mark: TypeAlias = Any
+Timestamp: TypeAlias = Any
 """A point in time: seconds of `perf_counter`, or a recorded event of a device."""
 
 _MAX_SPANS = 4096  # kept before the finished ones are summed up
 
 
-def mark(device: torch.device | None) -> Mark:
+def record_time(device: torch.device | None) -> Timestamp:
     """Record the current point in the device's stream; on the CPU, the current time."""
     if device is None or device.type == "cpu":
         return perf_counter()
@@ -49,39 +49,39 @@ def timed_device(device: torch.device) -> torch.device | None:
     if device.type == "cpu":
         return None
     try:
-        mark(device)
+        record_time(device)
     except (RuntimeError, NotImplementedError, TypeError):  # it has no timed events
         return None
     return device
 
 
-def elapsed_ms(begin: Mark, end: Mark) -> float:
-    """Return the milliseconds between two marks; this waits until the device has reached both."""
+def elapsed_ms(begin: Timestamp, end: Timestamp) -> float:
+    """Return the milliseconds between two times; this waits until the device has reached both."""
     if isinstance(begin, float):
         return float(end - begin) * 1e3
     end.synchronize()
     return float(begin.elapsed_time(end))
 
 
-def is_over(point: Mark) -> bool:
-    """Return whether the device has reached a mark."""
+def is_over(point: Timestamp) -> bool:
+    """Return whether the device has reached this time."""
     return isinstance(point, float) or bool(point.query())
 
 
 class Span:
-    """The time from one mark to another, without the pauses in between."""
+    """The time from one time to another, without the pauses in between."""
 
     __slots__ = ("begin", "device", "end", "name", "pauses")
 
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name = name
         self.device = device
-        self.begin = mark(device)
-        self.end: Mark = None
-        self.pauses: list[tuple[Mark, Mark]] = []
+        self.begin = record_time(device)
+        self.end: Timestamp = None
+        self.pauses: list[tuple[Timestamp, Timestamp]] = []
 
-    def pause(self, begin: Mark, end: Mark) -> None:
-        """Do not count the time between these marks."""
+    def pause(self, begin: Timestamp, end: Timestamp) -> None:
+        """Do not count the time between these times."""
         if isinstance(self.begin, float) is isinstance(begin, float):
             self.pauses.append((begin, end))
 
@@ -157,7 +157,7 @@ class _BackwardTimer:
     def end(self, *_: Any) -> None:
         """Move the end of the span to here: the last exit node to run sets it for good."""
         if self._span is not None:
-            self._span.end = mark(self._device)
+            self._span.end = record_time(self._device)
 
 
 def graph_position() -> int:

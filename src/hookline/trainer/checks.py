@@ -29,7 +29,7 @@ from hookline.dispatch.calling_hook import find_limited_hook
 from hookline.errors import ArgumentError, CollectiveError, TrainingError, nearest
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
-from hookline.loop.unsupported_models import check_supported
+from hookline.loop.model_watch import check_supported
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items

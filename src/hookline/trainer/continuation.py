@@ -11,7 +11,6 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from hookline.checkpoint.checkpoint_folder import Checkpoint, CheckpointShare, l
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import CheckpointError, RunError
-from hookline.loop.restoring import compare_checkpoint, load_fitting
 from hookline.loop.saved_state import check_trainer_state
 from hookline.masking import mask_secrets
 from hookline.printable import printable
@@ -35,14 +33,12 @@ from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
 from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import find_unfinished_run
 from hookline.tensors.sharded import is_sharded
-from hookline.trainer.data_position import describe_position
-from hookline.trainer.state_items import describe_gradients
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["describe_settings", "describe_trainer_position", "read_checkpoint", "resume"]
+__all__ = ["describe_settings", "read_checkpoint", "resume"]
 
 log = logging.getLogger("hookline")
 
@@ -125,33 +121,20 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
 
 def _load_checkpoint(trainer: Trainer, found: Path, *, strict: bool) -> Mapping[str, Any]:
     """Restore a trainer from a checkpoint, after comparing all of it; return the saved state."""
-    loop, model = trainer.loop, trainer.model
+    model = trainer.model
     checkpoint = read_checkpoint(trainer, found)
     check_trainer_state(checkpoint)
-    checkpoint = compare_checkpoint(
+    checkpoint = trainer.loop.state.restore_checkpoint(
         checkpoint,
-        loop.state,
-        trainer.hooks,
         model,
         trainer.strategy.processes,
         what=f"this trainer and its {type(model).__name__}",
         advice="Resume with the model and the optimizers of the run, load what fits with "
         "fit(…, strict=False), or start a new run.",
         strict=strict,
-        describe_more=partial(describe_trainer_position, trainer),
-        describe_unloadable=partial(describe_gradients, trainer.optimizers),
         more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
     )
-    load_fitting(checkpoint, loop.state, model)
     return checkpoint.state
-
-
-def describe_trainer_position(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
-    """Return why a trainer cannot continue at a saved position in its data, one line each."""
-    val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
-    fast_forward = trainer.config.fast_forward
-    saved = state["position"]
-    return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
 
 
 def _other_settings(trainer: Trainer, folder: Path | None) -> list[str]:

@@ -22,13 +22,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import CheckpointError, TrainingError, listed
 from hookline.loop.processes import OneProcess
 from hookline.loop.random_state import (
+    describe_generators,
+    describe_random_state,
     generator_state,
     generators_of,
     random_state,
     restore_random_state,
     set_generator_state,
 )
-from hookline.loop.state_differences import describe_generators, describe_random_state
 from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,

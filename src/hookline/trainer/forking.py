@@ -32,11 +32,8 @@ from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.saving_hook import SavingHook
-from hookline.loop.loading import load_weights
 from hookline.loop.random_state import random_state
-from hookline.loop.restoring import unchanged_on_failure
 from hookline.loop.saved_state import check_trainer_state, reported_damage
-from hookline.loop.state_differences import describe_hook_states, describe_objects
 from hookline.masking import mask_secrets
 from hookline.printable import message_lines
 from hookline.runs.checkpoint_reader import describe_mismatches
@@ -46,9 +43,8 @@ from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
 from hookline.trainer.checks import needs_metric
-from hookline.trainer.continuation import describe_trainer_position, read_checkpoint
+from hookline.trainer.continuation import read_checkpoint
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.state_items import describe_gradients
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -94,9 +90,7 @@ def load_fork(
         if problems:
             head = f"The checkpoint {found} cannot be continued with these settings:"
             raise CheckpointError(message_lines(head, *problems))
-    with unchanged_on_failure(checkpoint, trainer.loop.state, model):
-        trainer.loop.state.restore(fork.state)
-        load_weights(model, checkpoint.model)
+    trainer.loop.state.load(checkpoint, fork.state, model)
     for name in trainer.hooks.list_hooks():
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):
@@ -108,16 +102,8 @@ def load_fork(
 
 def _describe_unloadable(trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
     """Return what the objects of a trainer cannot load of a state, one line each."""
-    own = trainer.loop.state
-    found = describe_objects(
-        state, optimizers=own.optimizers, schedulers=own.schedulers, scaler=own.scaler
-    )
-    found |= describe_gradients(own.optimizers, state)
-    lines = [line for several in found.values() for line in several]
-    if lines:
-        return lines
-    lines = describe_hook_states(trainer.hooks, state["hooks"], trainer.model)
-    return lines + describe_trainer_position(trainer, state)
+    found, problems = trainer.loop.state.compare(state, trainer.model)
+    return [line for several in found.values() for line in several] or problems
 
 
 class _Fork:

@@ -60,11 +60,11 @@ def save_for_signal(
         if path is not None and not weights_only
     ):
         requested.append(SaveRequest())
-    requested = processes.share(requested)  # rank 0 knows the run's folder
+    requested = processes.broadcast(requested)  # rank 0 knows the run's folder
     for kind in reversed(split_requests(requested)):  # there may be time for only one
         if loop.is_forked:
             break
-        saved = loop.checkpoints.save(loop.with_folders(kind), wait=True)
+        saved = loop.checkpoints.save(loop.checkpoints.with_folders(kind), wait=True)
         if saved is not None:
             say(f"{received.name}: saved {shorten_path(saved)}")
     return received

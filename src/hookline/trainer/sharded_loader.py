@@ -90,7 +90,7 @@ def _draw_alike(
     """
     own = random_state(_CPU)
     states = own, [generator_state(generator) for generator in generators]
-    shared, of_generators = processes.share(states)
+    shared, of_generators = processes.broadcast(states)
     restore_random_state(shared, _CPU)
     for generator, state in zip(generators, of_generators, strict=True):
         set_generator_state(generator, state)

@@ -13,13 +13,13 @@ from hookline.loop.checkpoints import numbers_in
 from hookline.loop.loop_state import StateItem
 from hookline.loop.processes import OneProcess
 from hookline.tensors.sharded import shard_like
-from hookline.trainer.data_position import adapt_position
+from hookline.trainer.data_position import adapt_position, describe_position
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["EpochProgress", "describe_gradients", "make_items"]
+__all__ = ["EpochProgress", "make_items"]
 
 
 @dataclass
@@ -66,6 +66,11 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         length = None if trainer.train_data is None else trainer.train_data.length()
         return adapt_position(saved, processes, length, trainer.device)
 
+    def compare_position(saved: Mapping[str, Any]) -> list[str]:
+        val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
+        fast_forward = trainer.config.fast_forward
+        return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
+
     return [
         StateItem("step", lambda: context.step, load_step),
         StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
@@ -74,6 +79,8 @@ def make_items(trainer: Trainer) -> list[StateItem]:
             "pending_gradients",
             partial(_save_gradients, trainer),
             partial(_load_gradients, trainer),
+            None,
+            partial(_compare_gradients, trainer),
         ),
         flag("sanity_due"),
         flag("validation_due"),
@@ -81,7 +88,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         flag("epoch_over"),
         StateItem("settings", lambda: trainer.compared_settings),
         StateItem("strategy", strategy.state, strategy.load_state),
-        StateItem("position", save_position, load_position, adapt),
+        StateItem("position", save_position, load_position, adapt, compare_position, True),
         StateItem("epoch", lambda: loop.context.epoch, load_epoch),
     ]
 
@@ -108,15 +115,12 @@ def _load_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> None:
                     parameter.grad = shard_like(gradient.to(parameter.device), parameter)
 
 
-def describe_gradients(
-    optimizers: list[torch.optim.Optimizer], state: Mapping[str, Any]
-) -> dict[tuple[str, int], list[str]]:
-    """Return a line if gradients that wait for their optimizer are those of other parameters."""
-    gradients = state["pending_gradients"]
-    if len(gradients) == len(optimizers) and all(map(_have_shapes, gradients, optimizers)):
-        return {}
-    line = "the gradients of the step in progress are those of other parameters"
-    return {("pending_gradients", -1): [line]}
+def _compare_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> list[str]:
+    """Return a line if gradients that wait for their optimizer are of other parameters."""
+    optimizers = trainer.optimizers
+    if len(saved) == len(optimizers) and all(map(_have_shapes, saved, optimizers)):
+        return []
+    return ["the gradients of the step in progress are those of other parameters"]
 
 
 def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) -> bool:

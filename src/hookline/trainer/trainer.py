@@ -54,9 +54,7 @@ from hookline.hook import Hook
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import ControlRequests, SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter
-from hookline.loop.event_context import EventContext
-from hookline.loop.forked_process import leave_in_forks, stay_in_forks
-from hookline.loop.loading import zero_grad
+from hookline.loop.event_context import EventContext, zero_grad
 from hookline.loop.loop import Loop, Phase, announce
 from hookline.loop.loop_state import SavedAttributes
 from hookline.loop.means import Means
@@ -67,7 +65,7 @@ from hookline.loop.random_state import (
     seed_everything,
     set_generator_state,
 )
-from hookline.loop.rank_metrics import RankMetrics
+from hookline.loop.rank_sync import RankMetrics
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
 from hookline.loop.weight_sharing import share_buffers
@@ -568,8 +566,8 @@ class Trainer:
             return None
         require_all_processes(self, "trainer.save_checkpoint()", unless=is_ending)
         if is_ending:
-            (request,) = loop.with_folders([request], in_all_ranks=False)
-            self.strategy.processes.share([request])  # to the others, which wait for it
+            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
+            self.strategy.processes.broadcast([request])  # to the others, which wait for it
             return checkpoints.save([request], wait=True)
         try:
             return self._save([request], wait=True)
@@ -581,7 +579,7 @@ class Trainer:
         """Save what was requested; return the last save's first folder if it is durable already."""
         if self.loop.is_forked:
             return None
-        return self.loop.checkpoints.save(self.loop.with_folders(requests), wait=wait)
+        return self.loop.checkpoints.save(self.loop.checkpoints.with_folders(requests), wait=wait)
 
     def _save_requested(self) -> None:
         self._save(self.loop.checkpoints.gather_requests())
@@ -667,7 +665,7 @@ class Trainer:
         config, loop, processes = self.config, self.loop, self.strategy.processes
         context = loop.context
         loop.phase = Phase.STARTING
-        leave_in_forks(loop)
+        loop.leave_in_forks()
         self._plan = self._make_plan()
         context.restart()
         context.validated = {}
@@ -777,7 +775,7 @@ class Trainer:
         for scheduler in self.schedulers:
             if needs_metric(scheduler):
                 # hooks may have changed it in one process; not every epoch may be validated
-                loss = self.strategy.processes.share(metrics.get("val/loss"))
+                loss = self.strategy.processes.broadcast(metrics.get("val/loss"))
                 if loss is not None:
                     scheduler.step(loss)
             elif self.config.scheduler_every == "epoch":
@@ -1250,7 +1248,7 @@ class Trainer:
                 loop.phase = Phase.IDLE
                 self._watch_model()
                 if together:
-                    loop.checkpoints.serve_end(self._fire_end, loop.with_folders)
+                    loop.checkpoints.serve_end(self._fire_end)
                 elif phase is not Phase.STARTING:
                     self._fire_end()
         except BaseException as error:
@@ -1263,7 +1261,7 @@ class Trainer:
             loop.state.overrides = {}
             with HeldInterrupts(), ExitStack() as steps:
                 # Called from the last to the first, each also if another one fails.
-                steps.callback(stay_in_forks, loop)
+                steps.callback(loop.stay_in_forks)
                 steps.callback(self._end_record)
                 steps.callback(self.hooks.run_ended)
                 steps.callback(loop.sync_probes)

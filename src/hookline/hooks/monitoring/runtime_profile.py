@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,9 +13,10 @@ from pydantic import PositiveInt
 from hookline.hook import HookGroup
 from hookline.loop.evaluation import samples_in
 from hookline.loop.event_context import device_of
-from hookline.loop.phase_clock import PhaseClock
+from hookline.loop.phase_times import PhaseClock
 from hookline.options import BuiltIn
-from hookline.tensors.timing import Mark, elapsed_ms
+from hookline.tensors.memory import device_peak_mb, resident_mb
+from hookline.tensors.timing import Timestamp, elapsed_ms
 
 __all__ = ["RuntimeProfile"]
 
@@ -72,11 +72,11 @@ class RuntimeProfile(BuiltIn):
         self._completes_step = self._has_batches = False
         self._loader = "train"
         # Of the last call of the model, if the loop does not provide batches: how long data was
-        # waited for, and the marks of its begin and end.
+        # waited for, and when it began and ended.
         self._data_ms: float | None = None
-        self._forward: tuple[Mark, Mark | None] | None = None
+        self._forward: tuple[Timestamp, Timestamp | None] | None = None
         # The same end, if the loop provides batches, until the forward phase is counted.
-        self._forward_end: Mark | None = None
+        self._forward_end: Timestamp | None = None
         self._is_forward_counted = False
         self._unfinished = 0  # batches that backward has not run for
         self._reset()
@@ -207,11 +207,8 @@ class RuntimeProfile(BuiltIn):
 
 
 def _memory(device: torch.device) -> Iterator[tuple[str, float]]:
-    peak = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    peak = device_peak_mb(device)
     if peak is not None:
-        yield "profile/memory_peak_mb", peak(device) / 1e6
+        yield "profile/memory_peak_mb", peak
     elif sys.platform.startswith("linux"):
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        yield "profile/memory_resident_mb", pages * resource.getpagesize() / 1e6
+        yield "profile/memory_resident_mb", resident_mb()

@@ -59,13 +59,12 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
-from hookline.loop.forked_process import leave_in_forks, stay_in_forks
 from hookline.loop.loop import Loop, Phase, announce
 from hookline.loop.loop_state import SavedAttributes, StateItem, adapt_means, adapt_tokens
 from hookline.loop.model_watch import CalledModules, ModelGroup
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
-from hookline.loop.random_state import restore_random_state
+from hookline.loop.random_state import describe_random_state, restore_random_state
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import HeldTermination, TerminationWatch
@@ -334,7 +333,9 @@ class Session:
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", self._own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
-            StateItem("random", self._random_state, load_random, _own_random),
+            StateItem(
+                "random", self._random_state, load_random, _own_random, describe_random_state, True
+            ),
         ]
 
     def _own_values(self) -> list[Any]:
@@ -378,7 +379,7 @@ class Session:
         _attached.discard(self)
         self.loop.stop_listening()
         self.hooks.run_ended()
-        stay_in_forks(self.loop)
+        self.loop.stay_in_forks()
         if self._cancel_detach_at_exit is not None:
             self._cancel_detach_at_exit()
 
@@ -480,7 +481,7 @@ class Session:
         self._cancel_detach_at_exit = detach_at_exit(self)
         self.started = True
         loop.phase = Phase.IN_STEP
-        leave_in_forks(loop)
+        loop.leave_in_forks()
         self._watch_termination()
         self.hooks.run_started()
         with AllowedInterrupts():
@@ -637,7 +638,7 @@ class Session:
         finally:
             if self.started and together:  # in all processes or in none: a hook of rank 0 may save
                 self._make_saves()
-                loop.checkpoints.serve_end(self._fire_end, loop.with_folders)
+                loop.checkpoints.serve_end(self._fire_end)
             elif self.started:
                 self._fire_end()
 

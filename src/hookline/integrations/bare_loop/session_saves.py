@@ -27,12 +27,15 @@ from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
 from hookline.loop.model_watch import ModelGroup
-from hookline.loop.processes import OneProcess, is_main_process, share_from_main, world_size
+from hookline.loop.processes import (
+    OneProcess,
+    broadcast_from_main,
+    is_main_process,
+    world_size,
+)
 from hookline.loop.random_state import random_state
-from hookline.loop.rank_sync import meet, trains_together
-from hookline.loop.restoring import compare_checkpoint, load_fitting
+from hookline.loop.rank_sync import trains_together, wait_for_ranks
 from hookline.loop.saved_state import check_session_state
-from hookline.loop.state_differences import describe_random_state
 from hookline.loop.weak_methods import weak_method
 from hookline.runs.identity import Identity
 
@@ -96,19 +99,19 @@ class SessionSaves:
             if not processes.is_main:
                 loop.requests.checkpoint(request)
                 return None
-            (request,) = loop.with_folders([request], in_all_ranks=False)
-            processes.share([request])  # with the others, which wait for it
+            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
+            processes.broadcast([request])  # with the others, which wait for it
             checkpoints.extra = dict(extra)
             return checkpoints.save([request], wait=True)
         if self._is_together:
-            meet("save_checkpoint")
+            wait_for_ranks("save_checkpoint")
             together = True
         else:
             together = not self._has_ended and loop.ranks.begin_save()
         if not together and not processes.is_main:
             return None
         self.save_requested()
-        (request,) = loop.with_folders([request], in_all_ranks=together)
+        (request,) = checkpoints.with_folders([request], in_all_ranks=together)
         checkpoints.extra = dict(extra)
         return checkpoints.save([request], wait=wait, together=together)
 
@@ -126,7 +129,7 @@ class SessionSaves:
                 "loop and attach it; or call `session.save_checkpoint()` in the loop."
             )
         if request.path is None:
-            loop.check_folder()
+            loop.checkpoints.check_folder()
         loop.requests.checkpoint(request)
         loop.checkpoints.extra |= extra
 
@@ -140,7 +143,7 @@ class SessionSaves:
         """Save at the next boundary what any rank has requested. All ranks call this together."""
         loop = self._loop
         if requested:
-            asked = loop.with_folders(loop.checkpoints.gather_requests())
+            asked = loop.checkpoints.with_folders(loop.checkpoints.gather_requests())
             self._agreed = list(dict.fromkeys([*self._agreed, *asked]))
             self._random = random_state(device_of(loop.context.model))
             if not self._is_together:
@@ -202,19 +205,15 @@ class SessionSaves:
             processes = OneProcess()
         else:
             processes = self._loading_ranks(len(state["ranks"]))
-        checkpoint = compare_checkpoint(
+        checkpoint = loop.state.restore_checkpoint(
             checkpoint,
-            loop.state,
-            loop.hooks,
             model,
             processes,
             what=f"this {type(loop.context.model).__name__}",
             advice="Attach the model, the optimizers and the schedulers that it was saved with, "
             "load what fits with load_checkpoint(…, strict=False), or start anew.",
             strict=strict,
-            describe_more=_describe_random,
         )
-        load_fitting(checkpoint, loop.state, model)
         loop.context.validated = dict(checkpoint.info.get("metrics") or {})
         state = checkpoint.state
         extra, random = state.get("extra", {}), state.get("random")
@@ -242,7 +241,7 @@ class SessionSaves:
         """
         context = self._loop.context
         if trains_together(context.model, context.optimizers):
-            meet("load_checkpoint")
+            wait_for_ranks("load_checkpoint")
         if given != "auto":
             if "://" in given:
                 from hookline.checkpoint.remote import fetch_checkpoint
@@ -250,7 +249,7 @@ class SessionSaves:
                 return Path(fetch_checkpoint(given, Path(str(runs or "runs")) / "fetched"))
             return find_checkpoint(Path(given), verify=True)
         found = self._find_run(runs, identity, others) if is_main_process() else None
-        decided: Path | None = share_from_main(found)
+        decided: Path | None = broadcast_from_main(found)
         return decided
 
     def _find_run(
@@ -283,8 +282,3 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
         inner = inner.module
     return model if inner is model else unwrapped(inner)
-
-
-def _describe_random(state: Mapping[str, Any]) -> list[str]:
-    random = state.get("random")
-    return [] if random is None else describe_random_state(random)

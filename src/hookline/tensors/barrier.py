@@ -1,8 +1,8 @@
-"""A meeting of processes before a collective, with a time limit.
+"""A barrier with a time limit, for processes before a collective.
 
 A collective waits for all its processes, and a process that never comes makes the others wait until
-the process group's time limit, which is long and fails for all. Meeting in the process group's
-store first costs a few short messages to it, and tells which processes are missing.
+the process group's time limit, which is long and fails for all. A barrier in the process group's
+store costs a few short messages to it, and tells which processes are missing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["missing_ranks"]
+__all__ = ["barrier_with_timeout"]
 
 
-def missing_ranks(purpose: str, ranks: Sequence[int], seconds: float) -> list[int]:
+def barrier_with_timeout(purpose: str, ranks: Sequence[int], seconds: float) -> list[int]:
     """Wait until all ranks have called this for the same purpose; return those that have not.
 
     Args:
-        purpose: what the ranks meet for; calls for different purposes do not meet.
+        purpose: what the ranks wait for; calls for different purposes do not meet.
         ranks: the ranks, in the default process group.
         seconds: the time limit.
     """
