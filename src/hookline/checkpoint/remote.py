@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import xxhash
 
 from hookline.checkpoint.atomic_files import (
     TEMPORARY,
+    move_to_free_name,
+    numbered_paths,
     remove_leftovers,
     sync,
     temporary_folder,
@@ -209,14 +210,14 @@ class _RemoteCheckpoint:
             (copy / MANIFEST).write_bytes(self.manifest_bytes)
             sync(copy / MANIFEST)
             sync(copy)
-            path = _move(copy, into, name)
+            path = move_to_free_name(copy, into / name)
         sync(into)
         return path
 
     def _copies(self, into: Path, name: str) -> Iterator[Path]:
         """Yield complete copies of this checkpoint that exist already."""
         limit = file_limits.manifest_bytes
-        for path in _candidates(into, name):
+        for path in numbered_paths(into / name):
             if not path.exists():
                 return
             with suppress(CheckpointError, OSError):
@@ -257,20 +258,3 @@ def _folder_name(name: str) -> str:
     """Return a URL's last part as a plain name of a folder that is neither hidden nor a pointer."""
     plain = _NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]
     return plain if is_plain_name(plain) and is_checkpoint_name(plain) else f"_{plain}"
-
-
-def _candidates(into: Path, name: str) -> Iterator[Path]:
-    yield into / name
-    yield from (into / f"{name}_{number}" for number in count(2))
-
-
-def _move(copy: Path, into: Path, name: str) -> Path:
-    for path in _candidates(into, name):
-        if path.exists() or path.is_symlink():
-            continue
-        try:
-            return copy.rename(path)
-        except OSError:
-            if not path.exists():  # otherwise another process took the name
-                raise
-    raise AssertionError

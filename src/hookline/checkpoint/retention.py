@@ -17,11 +17,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from hookline.checkpoint.atomic_files import temporary_folder
+from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
 from hookline.checkpoint.checkpoint_lookup import (
     read_manifest,
     read_pointers,
@@ -169,8 +168,7 @@ class Retention:
 
         If the name is taken, `_2`, `_3` … is added. The checkpoint is ranked by the score.
         """
-        names = chain([name], (f"{name}_{number}" for number in count(2)))
-        path = next(path for name in names if _is_free(path := self.folder / name))
+        path = next(path for path in numbered_paths(self.folder / name) if _is_free(path))
         _reserved_paths.add(path.resolve())
         checkpoint = RetainedCheckpoint(path.name, step, self._number, score)
         self._pending[path.name] = checkpoint
