@@ -26,9 +26,14 @@ from hookline.arguments import user_path
 from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
 from hookline.checkpoint.checkpoint_manifest import part_names
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
-from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
-from hookline.checkpoint.state_tree import Decoder, decode
-from hookline.checkpoint.tensor_reading import read_tensors
+from hookline.checkpoint.state_tree import (
+    Decoder,
+    SnapshotBuffers,
+    decode,
+    encode_info,
+    encode_state,
+)
+from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import read_regular_file

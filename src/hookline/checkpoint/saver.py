@@ -21,8 +21,7 @@ from hookline.checkpoint.checkpoint_writer import (
     SaveResult,
     SharedSave,
 )
-from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
-from hookline.checkpoint.state_tree import decode
+from hookline.checkpoint.state_tree import SnapshotBuffers, decode, encode_info, encode_state
 from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointSaver"]
