@@ -101,9 +101,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
 def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, None]:
     """Replace a file with the temporary one that is written in the block.
 
-    Args:
-        path: The file.
-        durable: Flush it to the disk, so that it also survives a power failure.
+    `durable`: flush it to the disk, so that it also survives a power failure.
     """
     with temporary_folder(path.parent, path.name) as folder:
         temporary = folder / path.name
@@ -119,11 +117,8 @@ def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, N
 def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
     """Create a temporary folder, and remove it with everything that is still in it at the end.
 
-    Move finished files and folders out of it, to a destination in `parent`.
-
-    Args:
-        parent: Where to create it.
-        name: What is written in it; part of the folder's name.
+    Move finished files and folders out of it, to a destination in `parent`. The name of what is
+    written is part of the folder's name.
     """
     with HeldInterrupts():
         folder, lock = create_locked_folder(parent, name)

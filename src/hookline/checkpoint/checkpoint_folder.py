@@ -117,7 +117,7 @@ def duplicate_checkpoint(path: Path, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class CheckpointShare:
-    """What one of several processes verifies and reads of a checkpoint.
+    """The part of a checkpoint that one of several processes verifies and reads.
 
     Attributes:
         rank: The rank of this process.

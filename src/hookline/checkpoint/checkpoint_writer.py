@@ -32,13 +32,8 @@ from hookline.checkpoint.atomic_files import (
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_lookup import (
-    FORMAT,
-    FORMAT_VERSION,
-    hash_manifest,
-    scan_checkpoints,
-    set_pointer,
-)
+from hookline.checkpoint.checkpoint_lookup import scan_checkpoints, set_pointer
+from hookline.checkpoint.checkpoint_manifest import FORMAT, FORMAT_VERSION, hash_manifest
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
@@ -64,7 +59,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a request to save into one folder.
+    """The result of a request to save into one folder.
 
     Attributes:
         requested: The folder that was asked for.
@@ -87,13 +82,7 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SharedSave:
-    """A save of several processes.
-
-    Attributes:
-        token: The same in all processes, and different for each save.
-        rank: The rank of this process.
-        size: The number of processes.
-    """
+    """A save of several processes, with a token that no other save has."""
 
     token: str
     rank: int
@@ -107,10 +96,7 @@ class SharedSave:
 class SharedSaves:
     """Gives every save of several processes a token that all of them know without a message.
 
-    Args:
-        token: The same in all processes, and different from that of any other run.
-        rank: The rank of this process.
-        size: The number of processes.
+    The token of this object is the same in all processes, and no other run has it.
     """
 
     def __init__(self, token: str, rank: int, size: int) -> None:

@@ -26,8 +26,20 @@ from hookline.checkpoint.atomic_files import (
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_lookup import FORMAT, read_manifest
-from hookline.checkpoint.checkpoint_manifest import MANIFEST, is_checkpoint_name
+from hookline.checkpoint.checkpoint_lookup import (
+    age_key,
+    is_emergency,
+    is_weights_only,
+    read_manifest,
+)
+from hookline.checkpoint.checkpoint_manifest import (
+    FORMAT,
+    MANIFEST,
+    InvalidCheckpointError,
+    check_manifest,
+    is_checkpoint_name,
+    parse_json_file,
+)
 from hookline.errors import CheckpointError, ConfigError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
@@ -88,7 +100,7 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
         fs.invalidate_cache()
         into.mkdir(parents=True, exist_ok=True)
         remove_leftovers(into)
-        single = _RemoteCheckpoint.read(fs, root, url, into)
+        single = _RemoteCheckpoint.read(fs, root, url)
         if single is not None:
             return single.fetch(into)
         return _fetch_newest(fs, root, url, into)
@@ -105,14 +117,13 @@ def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
     damage: list[str] = []
     for name in _list_folders(fs, root):
         try:
-            checkpoint = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}", into)
+            checkpoint = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}")
         except CheckpointError as error:
             damage.append(str(error))
         else:
-            info = {} if checkpoint is None else checkpoint.manifest["info"]
-            if checkpoint is not None and not (info.get("emergency") or info.get("weights_only")):
+            if checkpoint is not None and checkpoint.is_resumable:
                 found.append(checkpoint)
-    for checkpoint in sorted(found, key=_RemoteCheckpoint.age, reverse=True):
+    for checkpoint in sorted(found, key=lambda one: age_key(one.name, one.manifest), reverse=True):
         try:
             path = checkpoint.fetch(into)
         except CheckpointError as error:
@@ -163,7 +174,7 @@ class _RemoteCheckpoint:
     manifest_bytes: bytes
 
     @classmethod
-    def read(cls, fs: Any, root: str, url: str, into: Path) -> _RemoteCheckpoint | None:
+    def read(cls, fs: Any, root: str, url: str) -> _RemoteCheckpoint | None:
         """Return the checkpoint at a path; None if there is no checkpoint's manifest."""
         limit = file_limits.manifest_bytes
         try:
@@ -178,22 +189,19 @@ class _RemoteCheckpoint:
             raise CheckpointError(f"{url}/{MANIFEST} has more than {limit:,} bytes.")
         if FORMAT.encode() not in data:
             return None  # such as the manifest of a run
-        with temporary_folder(into, "manifest") as temporary:
-            (temporary / MANIFEST).write_bytes(data)
-            try:
-                manifest = read_manifest(temporary)
-            except CheckpointError as error:
-                why = error.__context__ or error  # without the folder, which is a temporary one
-                raise CheckpointError(f"{url}/{why}.") from error
+        try:
+            manifest = check_manifest(parse_json_file(MANIFEST, data))
+        except InvalidCheckpointError as error:
+            raise CheckpointError(f"{url}/{error}.") from error
         return cls(fs, root, url, manifest, data)
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2] or "checkpoint"
 
-    def age(self) -> tuple[int, str, str]:
-        """Return what orders checkpoints by age: numbers first, because clocks can be set back."""
-        return self.manifest.get("number", 0), self.manifest["created"], self.name
+    @property
+    def is_resumable(self) -> bool:
+        return not (is_emergency(self.manifest) or is_weights_only(self.manifest))
 
     def fetch(self, into: Path) -> Path:
         """Copy the files, verify them, and rename the folder into place."""

@@ -112,13 +112,8 @@ class Retention:
     checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
     the checkpoints that are no longer kept. Call `discard` for one that could not be saved.
 
-    A checkpoint that any of the three rules keeps is kept.
-
     Args:
-        keep_best: How many of the checkpoints with the best scores are kept; -1 for all.
-        mode: Which score is better.
-        keep_last: How many of the newest checkpoints are kept; -1 for all.
-        keep_every: Of every so many steps, the first checkpoint is kept for ever.
+        keep_best: The rules, as those of `KeepRules`; so are `mode`, `keep_last` and `keep_every`.
         weights_only: Whether the writer's checkpoints have only the model's weights.
     """
 
@@ -366,16 +361,9 @@ class Retention:
     ) -> None:
         """Find the checkpoints of a writer, which may start in the middle of a run.
 
-        It was disabled at the start, or replaces another one of the same name.
-
-        Args:
-            writer: The name of the writer's state among the states of hooks.
-            run_id: The id of the run; None if there is none.
-            ranking: What the writer's saved state has to have: other scores cannot be compared.
-            resumed_from: The checkpoint that was resumed from.
-
-        Raises:
-            CheckpointError: The pointer `best` could not be moved. Everything else is done.
+        It was disabled at the start, or replaces another one of the same name. The arguments are
+        those of `reconcile`; `ranking` is what the writer's saved state has to have, because other
+        scores cannot be compared.
         """
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hookline.checkpoint.tensor_header import StoredTensor, read_header
-from hookline.files.regular_files import open_regular_file
+from hookline.files.regular_files import open_handle
 from hookline.printable import printable
 from hookline.tensors.sharded import Shard, can_be_read_in_parts, shard_from_local, shard_of
 
@@ -280,7 +281,7 @@ class _TensorFile:
     """An open file, whose header was checked."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_regular_file(path)
+        self._file = os.fdopen(open_handle(path), "rb")
         try:
             header = read_header(self._file)
         except BaseException:

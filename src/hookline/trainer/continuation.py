@@ -15,14 +15,13 @@ from hookline.errors import RunError
 from hookline.loop.restoring import compare_checkpoint, load_fitting
 from hookline.loop.saved_state import check_trainer_state
 from hookline.masking import mask_secrets
-from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs
 from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.manifest import read_run_manifest
 from hookline.runs.run_lookup import find_run_of_checkpoint
 from hookline.runs.run_reader import OpenedRun
-from hookline.runs.unfinished_runs import find_unfinished_run
+from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
 from hookline.trainer.position_checks import describe_position
 from hookline.trainer.shared_reading import read_checkpoint
 from hookline.trainer.state_items import describe_gradients
