@@ -46,14 +46,7 @@ def describe_differences(checkpoint: Checkpoint, *, model: State, state: State) 
     saved = checkpoint.state
     lines = describe_mismatches(checkpoint.model, model)
     lines += _describe_dtypes(checkpoint.model, model)
-    for kind in ("optimizer", "scheduler"):
-        before, now = saved.get(f"{kind}s", ()), state.get(f"{kind}s", ())
-        if len(before) != len(now):
-            lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
-        for index, both in enumerate(zip(before, now, strict=False)):
-            lines += _describe_classes(kind, index, saved, state)
-            if kind == "optimizer":
-                lines += _describe_optimizer(f"optimizer {index}", *both)
+    lines += _compare("optimizer", saved, state)[0] + _compare("scheduler", saved, state)[0]
     return lines + describe_hook_differences(saved.get("hooks", {}), state.get("hooks", {}))
 
 
@@ -169,15 +162,9 @@ def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Che
     saved = checkpoint.state
     weights = OrderedDict({**model, **fitting_weights(checkpoint.model, model)})
     with_versions(weights, checkpoint.model)
-    weights_fit = not describe_mismatches(checkpoint.model, model)
-    fits: dict[str, list[bool]] = {"optimizers": [], "schedulers": []}
-    for kind in ("optimizer", "scheduler"):
-        for index, own in enumerate(state.get(f"{kind}s", ())):
-            found = saved.get(f"{kind}s", ())[index : index + 1]
-            fit = bool(found) and not _describe_classes(kind, index, saved, state)
-            if kind == "optimizer":
-                fit = fit and weights_fit and not _describe_optimizer("", found[0], own)
-            fits[f"{kind}s"].append(fit)
+    fits = {f"{kind}s": _compare(kind, saved, state)[1] for kind in ("optimizer", "scheduler")}
+    if describe_mismatches(checkpoint.model, model):
+        fits["optimizers"] = [False] * len(fits["optimizers"])
     parts = _choose(fits, saved, state)
     gradients = {"pending_gradients": fits["optimizers"]}  # of the optimizers
     parts |= _choose(gradients, saved, state)
@@ -185,6 +172,21 @@ def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Che
         own_settings = _choose(fits, saved["settings"], state["settings"])
         parts["settings"] = {**saved["settings"], **own_settings}
     return replace(checkpoint, model=weights, state={**saved, **parts})
+
+
+def _compare(kind: str, saved: State, here: State) -> tuple[list[str], list[bool]]:
+    """Return how the optimizers or schedulers differ, and which of those here can be loaded."""
+    before, now = saved.get(f"{kind}s", ()), here.get(f"{kind}s", ())
+    lines, fits = [], [False] * len(now)
+    if len(before) != len(now):
+        lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
+    for index, both in enumerate(zip(before, now, strict=False)):
+        found = _describe_classes(kind, index, saved, here)
+        if kind == "optimizer":
+            found += _describe_optimizer(f"optimizer {index}", *both)
+        lines += found
+        fits[index] = not found
+    return lines, fits
 
 
 def _choose(fits: Mapping[str, Sequence[bool]], saved: State, own: State) -> dict[str, Any]:

@@ -31,7 +31,6 @@ __all__ = [
     "describe_commit",
     "describe_environment",
     "describe_process",
-    "hash_sources",
     "installed_packages",
     "is_process_alive",
     "read_git_state",
@@ -63,6 +62,8 @@ def describe_environment(device: Any = None) -> dict[str, Any]:
     packages = installed_packages()
     listing = "\n".join(f"{name}=={version}" for name, version in packages.items())
     return {
+        "git": read_git_state(),
+        "sources": _hash_sources(),
         "command": mask_arguments(to_jsonable(sys.orig_argv)),
         "versions": {
             "hookline": __version__,
@@ -272,7 +273,7 @@ def _run_git(
         yield output
 
 
-def hash_sources() -> dict[str, str | None]:
+def _hash_sources() -> dict[str, str | None]:
     """Return the SHA-256 of the file of each module that is loaded, by the module's name.
 
     The modules are the program (`__main__`) and all others that belong to no installed package and

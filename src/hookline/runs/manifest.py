@@ -22,6 +22,7 @@ from typing import Any
 
 from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
+from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
@@ -29,7 +30,7 @@ from hookline.files.regular_files import read_regular_file
 from hookline.files.strict_json import parse_json
 from hookline.masking import mask_secrets
 from hookline.printable import printable
-from hookline.runs.environment import describe_environment, hash_sources, read_git_state
+from hookline.runs.environment import describe_environment
 from hookline.runs.jsonable import config_hash as hash_config
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_reader import is_finite_number
@@ -61,8 +62,6 @@ _LONG_FIELDS = (  # in an earlier part if they changed afterwards
     *("sources", "parameter_names"),
 )
 
-
-_LARGEST = 2**63
 
 Check = tuple[Callable[[Any], bool], str]
 """Whether a value is valid, and what was expected."""
@@ -189,9 +188,8 @@ def describe_part(
         import torch
 
         fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
-    surroundings = {"git": read_git_state(), "sources": hash_sources()}
-    surroundings |= describe_environment(device)
-    return {**fields, **mask_secrets(surroundings, by_name=False)}  # packages have any name
+    environment = describe_environment(device)
+    return {**fields, **mask_secrets(environment, by_name=False)}  # packages have any name
 
 
 def new_manifest(
@@ -306,10 +304,6 @@ def _describe(value: Any) -> str:
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
-
-
 def _is_error(value: Any) -> bool:
     return isinstance(value, dict) and not _check_fields(value, _ERROR, "")[1]
 
@@ -322,7 +316,7 @@ def _is_rewind(value: Any) -> bool:
         if not isinstance(piece, list) or len(piece) != 2:
             return False
         sizes += piece
-    return all(map(_is_count, sizes)) and value["metrics"] <= value["end"]
+    return all(map(is_count, sizes)) and value["metrics"] <= value["end"]
 
 
 def _or_null(check: Check) -> Check:
@@ -350,7 +344,7 @@ _TIME: Check = (
     lambda value: parse_time(value) is not None,
     "a time such as 2026-11-15T21:06:55+00:00",
 )
-_COUNT: Check = (_is_count, "an integer of 0 or more")
+_COUNT: Check = (is_count, "an integer of 0 or more")
 _NUMBER: Check = (is_finite_number, "a number that a float can hold")
 _OBJECT: Check = (_is_object, "an object")
 
@@ -394,6 +388,6 @@ _PART: dict[str, Check] = {
     "status": _TEXT,
     **dict.fromkeys(("resumed_from", "host", "boot_id", "pid_namespace"), _OPTIONAL_TEXT),
     "error": _or_null((_is_error, "an object with type, message and step")),
-    "pid": (lambda value: _is_count(value) and 0 < value < 2**31, "the number of a process"),
+    "pid": (lambda value: is_count(value) and 0 < value < 2**31, "the number of a process"),
     "pid_started": _or_null((lambda value: type(value) is int, "an integer")),
 }

@@ -31,7 +31,7 @@ from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.masking import mask_secrets
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
-from hookline.runs.jsonl_file import VERSION, JsonlFile, encode_line
+from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
 from hookline.runs.jsonl_reader import read_jsonl_backwards
 from hookline.runs.lease import Lease
 from hookline.runs.manifest import (
@@ -43,7 +43,6 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.metrics_log import InvalidValue, MetricsLog
 from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
 from hookline.runs.run_lookup import create_run_folder, find_refused_entries
 

@@ -24,9 +24,8 @@ from hookline.files.regular_files import open_handle, open_regular_file, read_re
 from hookline.files.strict_json import parse_json
 from hookline.masking import mask_known_values
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.jsonl_file import VERSION
+from hookline.runs.jsonl_file import VERSION, InvalidValue, MetricRecord
 from hookline.runs.jsonl_reader import find_metric_problem, is_finite_number, read_jsonl_backwards
-from hookline.runs.metrics_log import InvalidValue, MetricRecord
 from hookline.trackers.tracker import RefusedValues, TrackedRun, TrackedValue, Tracker
 
 __all__ = ["TrackerThread", "read_from_step"]
