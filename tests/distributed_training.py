@@ -211,7 +211,7 @@ def end_together(folder: Path) -> dict[str, Any]:
 
 def fail_part(folder: Path, **fields: Any) -> dict[str, Any]:
     """The second save fails in rank 1; training goes on, and the first checkpoint stays."""
-    from hookline.checkpoint.part_writer import PartWriter
+    from hookline.checkpoint.checkpoint_writer import PartWriter
 
     write_file, saves = PartWriter._write_file, []
 

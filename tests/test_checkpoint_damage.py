@@ -23,7 +23,8 @@ from hookline.checkpoint import (
     save_checkpoint,
     set_pointer,
 )
-from hookline.checkpoint.checkpoint_lookup import hash_manifest, scan_checkpoints
+from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+from hookline.checkpoint.checkpoint_manifest import hash_manifest
 from hookline.runs import Run
 
 FILES = ("manifest.json", "model.safetensors", "state.safetensors", "state.json")

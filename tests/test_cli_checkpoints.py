@@ -25,11 +25,10 @@ from torch import nn
 
 from hookline.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_pointer
 from hookline.checkpoint.export import export_weights
-from hookline.checkpoint.keep_rules import KeepRules
-from hookline.checkpoint.pruning import choose_kept
+from hookline.checkpoint.retention import KeepRules
 from hookline.cli.app import main
 from hookline.runs import Run
-from hookline.runs.checkpoint_reader import SavedCheckpoint
+from hookline.runs.checkpoint_reader import SavedCheckpoint, choose_kept
 
 
 def checkpoints(

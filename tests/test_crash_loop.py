@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.errors import RunError
 from hookline.runs import Run, open_run
-from hookline.runs.crash_loop import check_crash_loop
+from hookline.runs.unfinished_runs import check_crash_loop
 
 
 class Fails(hookline.Hook):

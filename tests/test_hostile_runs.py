@@ -30,12 +30,11 @@ from hookline.errors import HooklineError, RunError
 from hookline.files.limits import file_limits
 from hookline.files.strict_json import parse_json
 from hookline.runs import Run, diff_runs, lease, open_run, read_records
-from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_reader import JsonlReader
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint, list_run_folders
-from hookline.runs.unfinished_runs import find_unfinished_run
+from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
 
 SECONDS = 300  # whatever waits for ever fails
 COMMAND = get_command(app)

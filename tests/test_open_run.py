@@ -24,7 +24,7 @@ import hookline
 from hookline.errors import CheckpointError, RunError
 from hookline.runs import OpenedRun, Run, open_run
 from hookline.runs.jsonl_reader import JsonlReader, read_jsonl_backwards
-from hookline.runs.metric_summary import is_better_when_low
+from hookline.runs.metric_values import is_better_when_low
 from hookline.runs.run_lookup import find_run_of_checkpoint
 
 IMPORTED = time.monotonic()

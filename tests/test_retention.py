@@ -27,9 +27,9 @@ from hookline.checkpoint import (
 from hookline.checkpoint.atomic_files import remove_leftovers
 from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
 from hookline.checkpoint.retention import (
+    KeepRules,
     RetainedCheckpoint,
     Retention,
-    rank_checkpoints,
     remove_checkpoint,
 )
 
@@ -58,22 +58,18 @@ def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_dir())
 
 
-def scored(*scores: float | None) -> list[RetainedCheckpoint]:
-    return [RetainedCheckpoint(f"c{i}", i, i, score) for i, score in enumerate(scores)]
-
-
 # -- rank -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", [1, 3, 0, 2]), ("max", [2, 0, 1, 3])])
 def test_the_best_comes_first_and_of_equals_the_earlier(mode, expected):
-    assert [one.number for one in rank_checkpoints(scored(2.0, 1.0, 3.0, 1.0), mode)] == expected
+    assert KeepRules(best=-1, mode=mode).rank([2.0, 1.0, 3.0, 1.0]) == expected
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, mode, bad):
-    assert [one.number for one in rank_checkpoints(scored(bad, 5.0), mode)] == [1, 0]
+    assert KeepRules(best=-1, mode=mode).rank([bad, 5.0]) == [1, 0]
     retention = opened(tmp_path, mode=mode)
     save(retention, "a", bad)
     assert retention.best is None
@@ -122,7 +118,8 @@ def test_would_keep_is_true_for_exactly_what_is_kept(saves, keep_best, keep_last
             accepted = [
                 replace(one, name=path.name) for one, path in zip(made, waiting, strict=True)
             ]
-            ranked = rank_checkpoints(accepted, "min")[:keep_best]
+            best = KeepRules(best=keep_best).rank([one.score for one in accepted])
+            ranked = [accepted[i] for i in best]
             newest = accepted[max(0, len(accepted) - keep_last) :]
             firsts = {one.step // (keep_every or 99): one for one in reversed(accepted)}
             kept = [*ranked, *newest, *(one for interval, one in firsts.items() if interval)]

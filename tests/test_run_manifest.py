@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.runs import Run, open_run
-from hookline.runs.environment import installed_packages
-from hookline.runs.git import read_git_state
+from hookline.runs.environment import installed_packages, read_git_state
 from hookline.runs.jsonable import canonical_json, config_hash
 
 
@@ -145,13 +144,13 @@ def test_without_a_commit_a_placeholder_says_why(
 def test_a_git_that_hangs_fails_or_talks_nonsense_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, problem: str
 ) -> None:
-    from hookline.runs import git as module
+    from hookline.runs import environment as module
 
     (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     if "sleep" in script:
-        monkeypatch.setattr(module, "_SECONDS", 0.3)
+        monkeypatch.setattr(module, "_GIT_SECONDS", 0.3)
     run = Run.create(tmp_path / "runs", config={}, seed=0, hooks=[])
     assert problem in run.manifest["git"]["problem"]
     run.close()

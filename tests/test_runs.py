@@ -24,8 +24,7 @@ from leftovers import leave_unfinished_folder
 import hookline
 from hookline.context import LazyFloat, Metrics
 from hookline.runs import Run, RunError, read_records
-from hookline.runs.jsonl_file import JsonlFile
-from hookline.runs.metrics_log import MetricsLog
+from hookline.runs.jsonl_file import JsonlFile, MetricsLog
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hookline.checkpoint import load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.checkpoint.checkpoint_writer import CheckpointWriter
-from hookline.checkpoint.tensor_files import TensorBuffer
-from hookline.checkpoint.tensor_reading import read_tensors
+from hookline.checkpoint.tensor_files import TensorBuffer, read_tensors
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard
 

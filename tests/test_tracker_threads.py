@@ -14,7 +14,7 @@ from hookline.errors import ArgumentError, ConfigError
 from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 from hookline.trackers import Tracker
-from hookline.trackers.refused_values import RefusedValues, log_each
+from hookline.trackers.tracker import RefusedValues, log_each
 from hookline.trackers.tracker_names import BUILT_IN_TRACKERS, make_trackers
 from hookline.trackers.tracker_set import TrackerSet
 

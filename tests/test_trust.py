@@ -235,7 +235,7 @@ def test_classes_for_training_may_be_named(tmp_path: Path, path: str) -> None:
         "hookline.EarlyStopping.from_checked",
         "hookline.probes.tap",
         "hookline.cli.app.main",
-        "hookline.runs.git.subprocess.run",
+        "hookline.runs.environment.subprocess.run",
         "hookline.config_files.trust.load_object",
     ],
 )

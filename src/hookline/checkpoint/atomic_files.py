@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,8 @@ __all__ = [
     "create_locked_folder",
     "hash_file",
     "hash_stream",
+    "move_to_free_name",
+    "numbered_paths",
     "remove_leftovers",
     "remove_locked_folder",
     "replace_file",
@@ -99,9 +101,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
 def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, None]:
     """Replace a file with the temporary one that is written in the block.
 
-    Args:
-        path: The file.
-        durable: Flush it to the disk, so that it also survives a power failure.
+    `durable`: flush it to the disk, so that it also survives a power failure.
     """
     with temporary_folder(path.parent, path.name) as folder:
         temporary = folder / path.name
@@ -117,11 +117,8 @@ def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, N
 def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
     """Create a temporary folder, and remove it with everything that is still in it at the end.
 
-    Move finished files and folders out of it, to a destination in `parent`.
-
-    Args:
-        parent: Where to create it.
-        name: What is written in it; part of the folder's name.
+    Move finished files and folders out of it, to a destination in `parent`. The name of what is
+    written is part of the folder's name.
     """
     with HeldInterrupts():
         folder, lock = create_locked_folder(parent, name)
@@ -130,6 +127,25 @@ def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
                 yield folder
         finally:
             remove_locked_folder(folder, lock)
+
+
+def numbered_paths(path: Path) -> Iterator[Path]:
+    """Yield a path, then the path with `_2`, `_3` … added to its name."""
+    yield path
+    yield from (path.with_name(f"{path.name}_{number}") for number in count(2))
+
+
+def move_to_free_name(source: Path, path: Path) -> Path:
+    """Move a file or folder to the first of a path's numbered names that does not exist."""
+    for target in numbered_paths(path):
+        if target.exists() or target.is_symlink():
+            continue
+        try:
+            return source.rename(target)
+        except OSError:
+            if not target.exists():  # otherwise another process took the name
+                raise
+    raise AssertionError
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -12,10 +12,8 @@ step_000120/
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -27,13 +25,18 @@ from torch import Tensor
 from hookline.arguments import user_path
 from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
 from hookline.checkpoint.checkpoint_manifest import part_names
-from hookline.checkpoint.checkpoint_writer import CheckpointWriter
-from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
-from hookline.checkpoint.state_tree import Decoder, decode
-from hookline.checkpoint.tensor_reading import read_tensors
+from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
+from hookline.checkpoint.state_tree import (
+    Decoder,
+    SnapshotBuffers,
+    decode,
+    encode_info,
+    encode_state,
+)
+from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file, read_regular_file
+from hookline.files.regular_files import read_regular_file
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.printable import printable
 
@@ -84,7 +87,11 @@ def save_checkpoint(
     encoded = encode_state(model, state)
     files = SnapshotBuffers().copy(encoded)
     writer = CheckpointWriter(files, encode_info(info), begin, tree=encoded.tree)
-    result = writer.write(user_path(folder), move_last=False)
+    return _get_path(writer.write(user_path(folder), move_last=False))
+
+
+def _get_path(result: SaveResult) -> Path:
+    """Return the checkpoint that was written; raise if it was not."""
     if result.error is not None:
         raise result.error
     assert result.path is not None
@@ -103,27 +110,14 @@ def duplicate_checkpoint(path: Path, folder: Path) -> Path:
     """
     begin = perf_counter()
     manifest = read_manifest(path, verify_files=True)
-    with ExitStack() as opened:
-        files: dict[str, memoryview] = {}
-        for name, facts in manifest["files"].items():
-            file = opened.enter_context(open_regular_file(path / name))
-            if facts["size"]:  # an empty file cannot be mapped
-                mapped = opened.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-                files[name] = opened.enter_context(memoryview(mapped))
-            else:
-                files[name] = memoryview(b"")
-        writer = CheckpointWriter(files, manifest["info"], begin)
-        writer.link_to(path, {name: facts["xxh3_64"] for name, facts in manifest["files"].items()})
-        result = writer.write(folder, move_last=False)
-    if result.error is not None:
-        raise result.error
-    assert result.path is not None
-    return result.path
+    writer = CheckpointWriter({}, manifest["info"], begin)
+    writer.use_files_of(path, manifest["files"])
+    return _get_path(writer.write(folder, move_last=False))
 
 
 @dataclass(frozen=True)
 class CheckpointShare:
-    """What one of several processes verifies and reads of a checkpoint.
+    """The part of a checkpoint that one of several processes verifies and reads.
 
     Attributes:
         rank: The rank of this process.

@@ -15,13 +15,11 @@ from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.checkpoint.checkpoint_manifest import (
     FORMAT,
-    FORMAT_VERSION,
     MANIFEST,
     InvalidCheckpointError,
     Manifest,
     check_files,
     check_hashes,
-    hash_manifest,
     is_checkpoint_name,
     parse_manifest,
     read_json,
@@ -31,14 +29,12 @@ from hookline.files.limits import file_limits
 from hookline.files.regular_files import read_regular_file
 
 __all__ = [
-    "FORMAT",
-    "FORMAT_VERSION",
     "CheckpointScan",
+    "age_key",
     "complete_checkpoints",
     "damage_error",
     "find_checkpoint",
     "find_newest_checkpoint",
-    "hash_manifest",
     "is_checkpoint",
     "is_emergency",
     "is_weights_only",
@@ -95,7 +91,7 @@ def read_manifest(
         manifest = parse_manifest(path)
         if verify_files:
             check_files(path, manifest)
-            check_hashes(path, manifest, _ignore_progress, share)
+            check_hashes(path, manifest, share=share)
     except InvalidCheckpointError as error:
         raise error.in_checkpoint(path, _describe_others(path)) from error
     return manifest
@@ -111,7 +107,7 @@ def verify_checkpoint(path: Path, on_progress: Callable[[int], object] | None = 
     try:
         manifest = parse_manifest(path)
         check_files(path, manifest)
-        check_hashes(path, manifest, on_progress or _ignore_progress)
+        check_hashes(path, manifest, on_progress)
     except InvalidCheckpointError as error:
         return str(error)
     return None
@@ -130,10 +126,6 @@ def is_weights_only(manifest: Manifest) -> bool:
 def damage_error(path: Path, name: str, problem: str) -> CheckpointError:
     """Return the error for a damaged file of a checkpoint."""
     return InvalidCheckpointError(name, problem).in_checkpoint(path, _describe_others(path))
-
-
-def _ignore_progress(_: int) -> None:
-    pass
 
 
 # -- which checkpoints are complete ---------------------------------------------------------------
@@ -161,12 +153,13 @@ def scan_checkpoints(folder: Path) -> CheckpointScan:
         except InvalidCheckpointError as error:
             if path.is_dir():  # otherwise it was removed meanwhile
                 damage[path.name] = str(error)
-    by_age = sorted(found.items(), key=lambda item: _age_key(*item))
+    by_age = sorted(found.items(), key=lambda item: age_key(item[0].name, item[1]))
     return CheckpointScan(dict(by_age), dict(sorted(damage.items())))
 
 
-def _age_key(path: Path, manifest: Manifest) -> tuple[int, str, str]:
-    return manifest.get("number", 0), manifest["created"], path.name
+def age_key(name: str, manifest: Manifest) -> tuple[int, str, str]:
+    """Return what orders checkpoints by age: numbers first, because clocks can be set back."""
+    return manifest.get("number", 0), manifest["created"], name
 
 
 def is_checkpoint(path: Path) -> bool:

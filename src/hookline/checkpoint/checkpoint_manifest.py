@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,12 +20,7 @@ import xxhash
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import (
-    FileRefusedError,
-    count_hole_bytes,
-    open_regular_file,
-    read_regular_file,
-)
+from hookline.files.regular_files import count_hole_bytes, open_regular_file, read_regular_file
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.printable import printable
 
@@ -36,9 +32,11 @@ __all__ = [
     "InvalidCheckpointError",
     "check_files",
     "check_hashes",
+    "check_manifest",
     "hash_manifest",
     "is_checkpoint_name",
     "is_count",
+    "parse_json_file",
     "parse_manifest",
     "part_names",
     "read_json",
@@ -102,20 +100,34 @@ def hash_manifest(manifest: Manifest) -> str:
     return xxhash.xxh3_64(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+@contextmanager
+def _reading(name: str) -> Generator[None]:
+    """Turn an error of the file system into one that names the file of a checkpoint."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InvalidCheckpointError(name, "is missing") from None
+    except OSError as error:
+        raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
+
+
 def read_json(file: Path, max_bytes: int) -> Any:
     """Return the contents of a JSON file of a checkpoint.
 
     Raises:
         InvalidCheckpointError: The file is missing, refused, too large, or not JSON.
     """
+    with _reading(file.name):
+        data = read_regular_file(file, max_bytes)
+    return parse_json_file(file.name, data)
+
+
+def parse_json_file(name: str, data: bytes) -> Any:
+    """Return the JSON in the data of a checkpoint's file; raise InvalidCheckpointError."""
     try:
-        return parse_json(read_regular_file(file, max_bytes), MAX_STATE_DEPTH)
-    except FileNotFoundError:
-        raise InvalidCheckpointError(file.name, "is missing") from None
-    except FileRefusedError as error:
-        raise _refused(file.name, error) from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise InvalidCheckpointError(file.name, f"cannot be read: {error}") from error
+        return parse_json(data, MAX_STATE_DEPTH)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
 
 
 def parse_manifest(path: Path) -> Manifest:
@@ -128,7 +140,11 @@ def parse_manifest(path: Path) -> Manifest:
         raise InvalidCheckpointError(
             MANIFEST, "is not read: its folder is a symbolic link, which is not followed"
         )
-    manifest = read_json(path / MANIFEST, file_limits.manifest_bytes)
+    return check_manifest(read_json(path / MANIFEST, file_limits.manifest_bytes))
+
+
+def check_manifest(manifest: Any) -> Manifest:
+    """Return a manifest without its hash, after comparing that and checking all fields."""
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InvalidCheckpointError(
             *(MANIFEST, f"is not the manifest of a checkpoint: its 'format' is not '{FORMAT}'"),
@@ -206,17 +222,10 @@ def check_files(path: Path, manifest: Manifest) -> None:
     holes, limit = 0, file_limits.hole_bytes
     names: dict[tuple[int, int], str] = {}
     for name, expected in manifest["files"].items():
-        try:
-            with open_regular_file(path / name) as file:
-                facts = os.fstat(file.fileno())
-                size = facts.st_size
-                holes += count_hole_bytes(file, limit)
-        except FileNotFoundError:
-            raise InvalidCheckpointError(name, "is missing") from None
-        except FileRefusedError as error:
-            raise _refused(name, error) from error
-        except OSError as error:
-            raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
+        with _reading(name), open_regular_file(path / name) as file:
+            facts = os.fstat(file.fileno())
+            size = facts.st_size
+            holes += count_hole_bytes(file, limit)
         # Hashing one large file under many names would take for ever.
         other = names.setdefault((facts.st_dev, facts.st_ino), name)
         if other != name and facts.st_ino:
@@ -233,7 +242,7 @@ def check_files(path: Path, manifest: Manifest) -> None:
 def check_hashes(
     path: Path,
     manifest: Manifest,
-    on_progress: Callable[[int], object],
+    on_progress: Callable[[int], object] | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> None:
     """Compare the hashes of files with the manifest.
@@ -250,18 +259,10 @@ def check_hashes(
         if _rank_of(name) % size != rank:
             continue
         hashed = xxhash.xxh3_64()
-        try:
-            with open_regular_file(path / name) as file:
-                while block := file.read(_BLOCK):
-                    hashed.update(block)
+        with _reading(name), open_regular_file(path / name) as file:
+            while block := file.read(_BLOCK):
+                hashed.update(block)
+                if on_progress is not None:
                     on_progress(len(block))
-        except FileRefusedError as error:
-            raise _refused(name, error) from error
-        except OSError as error:
-            raise InvalidCheckpointError(name, f"cannot be read: {error}") from error
         if hashed.hexdigest() != expected["xxh3_64"]:
             raise InvalidCheckpointError(name, "has changed since it was written (wrong hash)")
-
-
-def _refused(name: str, error: FileRefusedError) -> InvalidCheckpointError:
-    return InvalidCheckpointError(name, f"cannot be read: {error}")

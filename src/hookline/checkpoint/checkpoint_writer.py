@@ -1,4 +1,10 @@
-"""Writing one checkpoint into one or several folders, each of them complete or absent."""
+"""Writing one checkpoint into one or several folders, each of them complete or absent.
+
+Several ranks write a checkpoint of sharded tensors together. A rank other than 0 writes its files
+into a temporary folder beside the checkpoint, and a note when they are complete. Rank 0 waits for
+the notes, moves the files into its own temporary folder, and writes the manifest. The ranks share
+nothing but the file system, and a token that is part of the folders' names.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +16,36 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import xxhash
 
 from hookline.checkpoint.atomic_files import (
+    TEMPORARY,
     create_folder,
+    create_locked_folder,
+    move_to_free_name,
     remove_leftovers,
+    remove_locked_folder,
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_lookup import (
-    FORMAT,
-    FORMAT_VERSION,
-    hash_manifest,
-    scan_checkpoints,
-    set_pointer,
-)
+from hookline.checkpoint.checkpoint_lookup import scan_checkpoints, set_pointer
+from hookline.checkpoint.checkpoint_manifest import FORMAT, FORMAT_VERSION, hash_manifest
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
-__all__ = [
-    "AbandonedError",
-    "CheckpointWriter",
-    "SaveResult",
-    "describe_failure",
-    "encode_manifest",
-]
+__all__ = ["CheckpointWriter", "PartWriter", "SaveResult", "SharedSave", "SharedSaves"]
 
 log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 25
 _LONGEST_PAUSE = 0.1  # seconds; a slow disk does not need pauses
+_NOTE = "part.json"  # of a rank other than 0
+_ABANDONED = "abandoned"
+_LONGEST_WAIT = 600.0  # seconds, for the other ranks
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _ADVICE = {
     errno.ENOSPC: "Free space on the disk, or keep fewer checkpoints.",
@@ -58,7 +59,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of a request to save into one folder.
+    """The result of a request to save into one folder.
 
     Attributes:
         requested: The folder that was asked for.
@@ -79,7 +80,36 @@ class SaveResult:
     seconds: float
 
 
-class AbandonedError(Exception):
+@dataclass(frozen=True)
+class SharedSave:
+    """A save of several processes, with a token that no other save has."""
+
+    token: str
+    rank: int
+    size: int
+
+    def folder_name(self, rank: int) -> str:
+        """Return what the name of a rank's temporary folder contains."""
+        return f"{self.token}-rank{rank}"
+
+
+class SharedSaves:
+    """Gives every save of several processes a token that all of them know without a message.
+
+    The token of this object is the same in all processes, and no other run has it.
+    """
+
+    def __init__(self, token: str, rank: int, size: int) -> None:
+        self._token, self._rank, self._size = token, rank, size
+        self._saves = 0
+
+    def next(self) -> SharedSave:
+        """Return the next save; all processes have to call this for each of them."""
+        self._saves += 1
+        return SharedSave(f"{self._token}-{self._saves}", self._rank, self._size)
+
+
+class _AbandonedError(Exception):
     """The write was abandoned for a newer save."""
 
 
@@ -95,6 +125,7 @@ class CheckpointWriter:
         begin: When the save was requested, by `time.perf_counter`.
         synced: Other files, which are flushed to the disk first.
         tree: What becomes `state.json`, if it is not one of the files: JSON that does not change.
+        shared: Several processes write the checkpoint; this one is rank 0.
     """
 
     def __init__(
@@ -104,6 +135,7 @@ class CheckpointWriter:
         begin: float,
         synced: Sequence[Path] = (),
         tree: Any = None,
+        shared: SharedSave | None = None,
     ) -> None:
         self.is_abandoned = False  # set by another thread
         self.is_urgent = True  # whether somebody waits; otherwise the write pauses between chunks
@@ -111,15 +143,16 @@ class CheckpointWriter:
         self._tree = tree
         self._info = info
         self._hashes: dict[str, str] = {}
-        self._parts: dict[str, Any] = {}  # files of other ranks, with their sizes and hashes
+        self._others: dict[str, Any] = {}  # sizes and hashes of files that are not in memory
         self._linkable: Path | None = None
         self._begin = begin
         self._synced = synced
+        self._shared = shared
 
-    def link_to(self, path: Path, hashes: Mapping[str, str]) -> None:
-        """Use the files of a complete checkpoint, which has the same contents with these hashes."""
+    def use_files_of(self, path: Path, files: Mapping[str, Any]) -> None:
+        """Write links to the files of a complete checkpoint, or copies, with these hashes."""
         self._linkable = path
-        self._hashes.update(hashes)
+        self._others.update(files)
 
     def write(self, folder: Path, *, move_last: bool) -> SaveResult:
         """Write a checkpoint that is durable afterwards; errors are part of the result.
@@ -144,18 +177,18 @@ class CheckpointWriter:
             self._check_space(folder.parent)
             with temporary_folder(folder.parent, folder.name) as temporary:
                 self._write_files(temporary / folder.name)
-                path = _rename(temporary / folder.name, folder)
+                path = move_to_free_name(temporary / folder.name, folder)
             sync(folder.parent)
             self._linkable = path
             if move_last:
                 set_pointer(folder.parent, "last", path)
-        except AbandonedError:
+        except _AbandonedError:
             replaced = True
         except CheckpointError as failure:  # from `set_pointer`
             error = CheckpointError(f"The checkpoint {path} is complete, but: {failure}")
             error.__cause__ = failure
         except Exception as failure:
-            error = CheckpointError(describe_failure(failure, folder, path, temporary))
+            error = CheckpointError(_describe_failure(failure, folder, path, temporary))
             error.__cause__ = failure
         seconds = perf_counter() - self._begin
         return SaveResult(requested, path, decode(self._info, {}), error, replaced, seconds)
@@ -181,26 +214,48 @@ class CheckpointWriter:
         for name, data in self._files.items():
             if not self._link(folder / name):
                 self._hashes[name] = self._write_file(folder / name, data)
-        self._add_files(folder)
+        if self._others:  # of another folder
+            for name in self._others:
+                if not self._link(folder / name):
+                    self._copy_linkable(folder / name)
+        elif self._shared is not None:
+            self._take_parts(folder, self._shared)
         files = {
             name: {"size": len(data), "xxh3_64": self._hashes[name]}
             for name, data in self._files.items()
         }
-        files |= self._parts
-        manifest = encode_manifest(files, self._info, _next_number(folder.parent.parent))
+        files |= self._others
+        manifest = _encode_manifest(files, self._info, _next_number(folder.parent.parent))
         self._write_file(folder / "manifest.json", memoryview(manifest))
         sync(folder)
 
-    def _add_files(self, folder: Path) -> None:
-        """Add the files of other ranks; there are none."""
+    def _take_parts(self, folder: Path, shared: SharedSave) -> None:
+        """Move the files of the other ranks into the folder, once these have written them."""
+        for rank in range(1, shared.size):
+            part = self._wait_for_part(folder.parent.parent, shared.folder_name(rank), rank)
+            note = json.loads((part / _NOTE).read_bytes())
+            if note.get("error") == _ABANDONED:
+                raise _AbandonedError
+            if "error" in note:
+                raise OSError(note["error"])
+            for name, facts in note["files"].items():
+                (part / name).rename(folder / name)
+                self._others[name] = facts
+
+    def _wait_for_part(self, parent: Path, name: str, rank: int) -> Path:
+        end = monotonic() + _LONGEST_WAIT
+        while monotonic() < end:
+            if self.is_abandoned:
+                raise _AbandonedError
+            for note in parent.glob(f"{TEMPORARY}{name}-*.hookline/{_NOTE}"):
+                return note.parent
+            sleep(0.02)
+        raise OSError(f"rank {rank} has not written its part within {_LONGEST_WAIT:.0f} s")
 
     def _copy_linkable(self, file: Path) -> None:
         assert self._linkable is not None
         shutil.copyfile(self._linkable / file.name, file)
         sync(file)
-
-    def close(self) -> None:
-        """Remove what is left of the write, once it has been reported."""
 
     def _link(self, file: Path) -> bool:
         if self._linkable is None:
@@ -218,7 +273,7 @@ class CheckpointWriter:
         try:
             for start in range(0, len(data), _CHUNK):
                 if self.is_abandoned and file.name in self._files:  # the manifest is the end
-                    raise AbandonedError
+                    raise _AbandonedError
                 begin = perf_counter()
                 chunk = data[start : start + _CHUNK]
                 digest.update(chunk)
@@ -232,7 +287,55 @@ class CheckpointWriter:
         return digest.hexdigest()
 
 
-def encode_manifest(files: Mapping[str, Any], info: Any, number: int) -> bytes:
+class PartWriter(CheckpointWriter):
+    """Writes the files of a rank other than 0.
+
+    Attributes:
+        requested: The checkpoint that they are a part of.
+    """
+
+    requested: Path
+    _folder: Path | None = None
+    _lock: Any = None
+
+    def write(self, folder: Path, *, move_last: bool) -> SaveResult:
+        """Write this rank's files for the checkpoint in a folder; rank 0 makes it complete."""
+        assert self._shared is not None
+        error: CheckpointError | None = None
+        replaced = False
+        try:
+            create_folder(folder.parent)
+            name = self._shared.folder_name(self._shared.rank)
+            self._folder, self._lock = create_locked_folder(folder.parent, name)
+            note = self._write_part(self._folder, self._shared.rank)
+            replaced = note.get("error") == _ABANDONED
+            self._write_file(self._folder / f".{_NOTE}", memoryview(json.dumps(note).encode()))
+            (self._folder / f".{_NOTE}").rename(self._folder / _NOTE)
+        except Exception as failure:
+            error = CheckpointError(_describe_failure(failure, folder, None, self._folder))
+            error.__cause__ = failure
+        seconds = perf_counter() - self._begin
+        return SaveResult(folder, None, decode(self._info, {}), error, replaced, seconds)
+
+    def _write_part(self, folder: Path, rank: int) -> dict[str, Any]:
+        files: dict[str, Any] = {}
+        try:
+            for name, data in self._files.items():
+                files[name] = {"size": len(data), "xxh3_64": self._write_file(folder / name, data)}
+        except _AbandonedError:
+            return {"error": _ABANDONED}
+        except OSError as failure:
+            return {"error": f"rank {rank}: {failure}"}
+        return {"files": files}
+
+    def close(self) -> None:
+        """Remove the temporary folder, once rank 0 has finished."""
+        if self._folder is not None:
+            remove_locked_folder(self._folder, self._lock)
+            self._folder = self._lock = None
+
+
+def _encode_manifest(files: Mapping[str, Any], info: Any, number: int) -> bytes:
     """Return the contents of `manifest.json`."""
     manifest: dict[str, Any] = {
         "format": FORMAT,
@@ -265,20 +368,7 @@ def _visible(folder: Path) -> Path:
     return folder.with_name(f"_{name}")
 
 
-def _rename(temporary: Path, folder: Path) -> Path:
-    for number in count(1):
-        final = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
-        if final.exists() or final.is_symlink():
-            continue
-        try:
-            return temporary.rename(final)
-        except OSError:
-            if not final.exists():  # otherwise another process took the name
-                raise
-    raise AssertionError
-
-
-def describe_failure(
+def _describe_failure(
     error: Exception, folder: Path, path: Path | None, temporary: Path | None
 ) -> str:
     """Return the message for a checkpoint that could not be written."""

@@ -58,7 +58,7 @@ class StateSection:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What a checkpoint contains: its manifest, the model's tensors, the sections of the state."""
+    """A checkpoint's manifest, its model's tensors, and the sections of its state."""
 
     manifest: dict[str, Any]
     weights: list[TensorEntry]

@@ -1,6 +1,6 @@
-"""Differences between a checkpoint and the training that it is loaded into, and what fits of it.
+"""Differences between a checkpoint and the loop that it is loaded into, and what fits of it.
 
-The training is described by its model's `state_dict` and by the state that a checkpoint of it would
+The loop is described by its model's `state_dict` and by the state that a checkpoint of it would
 have: `optimizers`, `schedulers` and `hooks`, and `classes`, the class names of the first two.
 Nothing here imports torch.
 """
@@ -37,28 +37,16 @@ State = Mapping[str, Any]
 
 
 def describe_differences(checkpoint: Checkpoint, *, model: State, state: State) -> list[str]:
-    """Return all differences between a checkpoint and a training, one line each.
+    """Return all differences between a checkpoint and a loop, one line each.
 
     Compared are names, shapes and dtypes of weights; number, class, groups, parameters and state
     shapes of optimizers; number and class of schedulers; names of hooks with a state. Values such
     as learning rates may differ: those of the checkpoint are loaded.
-
-    Args:
-        checkpoint: What `load_checkpoint` returned.
-        model: The `state_dict` of the model.
-        state: The state that a checkpoint of this training would have now.
     """
     saved = checkpoint.state
     lines = describe_mismatches(checkpoint.model, model)
     lines += _describe_dtypes(checkpoint.model, model)
-    for kind in ("optimizer", "scheduler"):
-        before, now = saved.get(f"{kind}s", ()), state.get(f"{kind}s", ())
-        if len(before) != len(now):
-            lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
-        for index, both in enumerate(zip(before, now, strict=False)):
-            lines += _describe_classes(kind, index, saved, state)
-            if kind == "optimizer":
-                lines += _describe_optimizer(f"optimizer {index}", *both)
+    lines += _compare("optimizer", saved, state)[0] + _compare("scheduler", saved, state)[0]
     return lines + describe_hook_differences(saved.get("hooks", {}), state.get("hooks", {}))
 
 
@@ -74,14 +62,14 @@ def fit_checkpoint(
     problems: Sequence[str] = (),
     more: Callable[[], list[str]] = list,
 ) -> Checkpoint:
-    """Return a checkpoint as a training can load it, after comparing all of it.
+    """Return a checkpoint as a loop can load it, after comparing all of it.
 
-    Hooks may come and go: if only their states differ, the checkpoint fits.
+    It is not changed. Hooks may come and go: if only their states differ, the checkpoint fits.
 
     Args:
-        checkpoint: What `load_checkpoint` returned. It is not changed.
+        checkpoint: The checkpoint.
         model: The `state_dict` of the model.
-        state: The state that a checkpoint of this training would have now.
+        state: The state that a checkpoint of this loop would have now.
         what: What it is loaded into, for the message.
         advice: What to do if it does not fit, for the message.
         strict: Raise if something does not fit; otherwise list it, and return what fits.
@@ -166,28 +154,17 @@ def with_versions(weights: OrderedDict[str, Any], source: State) -> OrderedDict[
 
 
 def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Checkpoint:
-    """Return what a training can load: the checkpoint's values, its own where these do not fit.
+    """Return what a loop can load: the checkpoint's values, its own where these do not fit.
 
     Optimizers of another class or with other groups, and schedulers of another class, keep their
     state. So do all optimizers if a weight does not fit: theirs belongs to other parameters.
-
-    Args:
-        checkpoint: What `load_checkpoint` returned. It is not changed.
-        model: The `state_dict` of the model.
-        state: The state that a checkpoint of this training would have now.
     """
     saved = checkpoint.state
     weights = OrderedDict({**model, **fitting_weights(checkpoint.model, model)})
     with_versions(weights, checkpoint.model)
-    weights_fit = not describe_mismatches(checkpoint.model, model)
-    fits: dict[str, list[bool]] = {"optimizers": [], "schedulers": []}
-    for kind in ("optimizer", "scheduler"):
-        for index, own in enumerate(state.get(f"{kind}s", ())):
-            found = saved.get(f"{kind}s", ())[index : index + 1]
-            fit = bool(found) and not _describe_classes(kind, index, saved, state)
-            if kind == "optimizer":
-                fit = fit and weights_fit and not _describe_optimizer("", found[0], own)
-            fits[f"{kind}s"].append(fit)
+    fits = {f"{kind}s": _compare(kind, saved, state)[1] for kind in ("optimizer", "scheduler")}
+    if describe_mismatches(checkpoint.model, model):
+        fits["optimizers"] = [False] * len(fits["optimizers"])
     parts = _choose(fits, saved, state)
     gradients = {"pending_gradients": fits["optimizers"]}  # of the optimizers
     parts |= _choose(gradients, saved, state)
@@ -197,8 +174,23 @@ def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Che
     return replace(checkpoint, model=weights, state={**saved, **parts})
 
 
+def _compare(kind: str, saved: State, here: State) -> tuple[list[str], list[bool]]:
+    """Return how the optimizers or schedulers differ, and which of those here can be loaded."""
+    before, now = saved.get(f"{kind}s", ()), here.get(f"{kind}s", ())
+    lines, fits = [], [False] * len(now)
+    if len(before) != len(now):
+        lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
+    for index, both in enumerate(zip(before, now, strict=False)):
+        found = _describe_classes(kind, index, saved, here)
+        if kind == "optimizer":
+            found += _describe_optimizer(f"optimizer {index}", *both)
+        lines += found
+        fits[index] = not found
+    return lines, fits
+
+
 def _choose(fits: Mapping[str, Sequence[bool]], saved: State, own: State) -> dict[str, Any]:
-    """Return lists with the saved values that fit, and a training's own ones where they do not."""
+    """Return lists with the saved values that fit, and the loop's own ones where they do not."""
     return {
         name: [saved[name][i] if fits[name][i] else value for i, value in enumerate(own[name])]
         for name in fits

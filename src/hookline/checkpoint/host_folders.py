@@ -1,7 +1,7 @@
-"""Checkpoints of other libraries: marked when they are complete, found by the mark.
+"""Checkpoints of other libraries, with a completion file when they are complete.
 
-The mark is a file with the names, sizes and hashes of all files of the checkpoint. It is written
-last, when they are on the disk.
+It has the names, sizes and hashes of all files of the checkpoint, and is written last, when they
+are on the disk.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ log = logging.getLogger("hookline")
 HOOKS_FOLDER = "hookline"
 """The folder within a host's checkpoint that has the state of the hooks."""
 
-_MARK = "hookline_complete.json"
+_COMPLETION_FILE = "hookline_complete.json"
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 
 
 def mark_complete(folder: Path) -> None:
-    """Flush the files of a checkpoint to the disk, and mark it as complete."""
+    """Flush the files of a checkpoint to the disk, and write the completion file."""
     files: dict[str, Any] = {}
     folders: list[Path] = []
     for root, _, names in os.walk(folder):
         folders.append(Path(root))
         for name in names:
             path = Path(root, name)
-            if name != _MARK and path.is_file() and not path.is_symlink():
+            if name != _COMPLETION_FILE and path.is_file() and not path.is_symlink():
                 sync(path)
                 size = path.stat().st_size
                 files[path.relative_to(folder).as_posix()] = {"size": size, "xxh3": hash_file(path)}
     for each in reversed(folders):
         sync(each)
-    write_atomic(folder / _MARK, json.dumps({"version": 1, "files": files}, indent=1))
+    write_atomic(folder / _COMPLETION_FILE, json.dumps({"version": 1, "files": files}, indent=1))
     sync(folder.parent)
 
 
 def unmark(folder: Path, name: str = HOOKS_FOLDER) -> None:
     """Remove what `mark_complete` and the hooks have written: the host saves this one again."""
-    (folder / _MARK).unlink(missing_ok=True)
+    (folder / _COMPLETION_FILE).unlink(missing_ok=True)
     if is_checkpoint(folder / name):
         shutil.rmtree(folder / name)
 
@@ -66,15 +66,15 @@ def describe_incomplete(folder: Path, *, verify: bool = True) -> str | None:
         verify: read the files and compare their hashes, not only their sizes.
     """
     try:
-        mark = read_json(folder / _MARK, file_limits.manifest_bytes)
+        facts = read_json(folder / _COMPLETION_FILE, file_limits.manifest_bytes)
     except InvalidCheckpointError as error:
         return str(error)
-    files = mark.get("files") if isinstance(mark, dict) else None
-    if not isinstance(files, dict) or mark.get("version") != 1:
-        return f"{_MARK} is not valid"
+    files = facts.get("files") if isinstance(facts, dict) else None
+    if not isinstance(files, dict) or facts.get("version") != 1:
+        return f"{_COMPLETION_FILE} is not valid"
     for name, expected in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts or not isinstance(expected, dict):
-            return f"{_MARK} is not valid"
+            return f"{_COMPLETION_FILE} is not valid"
         if (problem := _describe_file(folder / name, expected, verify=verify)) is not None:
             return f"{printable(name)} {problem}"
     return None
@@ -110,7 +110,7 @@ def find_host_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
         if problem is None:
             return found[step]
         log.warning("The checkpoint %s is skipped: %s.", found[step], problem)
-    if found and not any((path / _MARK).exists() for path in found.values()):
+    if found and not any((path / _COMPLETION_FILE).exists() for path in found.values()):
         log.warning(
             "No checkpoint in %s is marked as complete: were they saved without Hookline? Check "
             "the newest one, %s, and resume from it by name.",

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,26 @@ import xxhash
 
 from hookline.checkpoint.atomic_files import (
     TEMPORARY,
+    move_to_free_name,
+    numbered_paths,
     remove_leftovers,
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_lookup import FORMAT, read_manifest
-from hookline.checkpoint.checkpoint_manifest import MANIFEST, is_checkpoint_name
+from hookline.checkpoint.checkpoint_lookup import (
+    age_key,
+    is_emergency,
+    is_weights_only,
+    read_manifest,
+)
+from hookline.checkpoint.checkpoint_manifest import (
+    FORMAT,
+    MANIFEST,
+    InvalidCheckpointError,
+    check_manifest,
+    is_checkpoint_name,
+    parse_json_file,
+)
 from hookline.errors import CheckpointError, ConfigError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
@@ -87,7 +100,7 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
         fs.invalidate_cache()
         into.mkdir(parents=True, exist_ok=True)
         remove_leftovers(into)
-        single = _RemoteCheckpoint.read(fs, root, url, into)
+        single = _RemoteCheckpoint.read(fs, root, url)
         if single is not None:
             return single.fetch(into)
         return _fetch_newest(fs, root, url, into)
@@ -104,14 +117,13 @@ def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
     damage: list[str] = []
     for name in _list_folders(fs, root):
         try:
-            checkpoint = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}", into)
+            checkpoint = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}")
         except CheckpointError as error:
             damage.append(str(error))
         else:
-            info = {} if checkpoint is None else checkpoint.manifest["info"]
-            if checkpoint is not None and not (info.get("emergency") or info.get("weights_only")):
+            if checkpoint is not None and checkpoint.is_resumable:
                 found.append(checkpoint)
-    for checkpoint in sorted(found, key=_RemoteCheckpoint.age, reverse=True):
+    for checkpoint in sorted(found, key=lambda one: age_key(one.name, one.manifest), reverse=True):
         try:
             path = checkpoint.fetch(into)
         except CheckpointError as error:
@@ -162,7 +174,7 @@ class _RemoteCheckpoint:
     manifest_bytes: bytes
 
     @classmethod
-    def read(cls, fs: Any, root: str, url: str, into: Path) -> _RemoteCheckpoint | None:
+    def read(cls, fs: Any, root: str, url: str) -> _RemoteCheckpoint | None:
         """Return the checkpoint at a path; None if there is no checkpoint's manifest."""
         limit = file_limits.manifest_bytes
         try:
@@ -177,22 +189,19 @@ class _RemoteCheckpoint:
             raise CheckpointError(f"{url}/{MANIFEST} has more than {limit:,} bytes.")
         if FORMAT.encode() not in data:
             return None  # such as the manifest of a run
-        with temporary_folder(into, "manifest") as temporary:
-            (temporary / MANIFEST).write_bytes(data)
-            try:
-                manifest = read_manifest(temporary)
-            except CheckpointError as error:
-                why = error.__context__ or error  # without the folder, which is a temporary one
-                raise CheckpointError(f"{url}/{why}.") from error
+        try:
+            manifest = check_manifest(parse_json_file(MANIFEST, data))
+        except InvalidCheckpointError as error:
+            raise CheckpointError(f"{url}/{error}.") from error
         return cls(fs, root, url, manifest, data)
 
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2] or "checkpoint"
 
-    def age(self) -> tuple[int, str, str]:
-        """Return what orders checkpoints by age: numbers first, because clocks can be set back."""
-        return self.manifest.get("number", 0), self.manifest["created"], self.name
+    @property
+    def is_resumable(self) -> bool:
+        return not (is_emergency(self.manifest) or is_weights_only(self.manifest))
 
     def fetch(self, into: Path) -> Path:
         """Copy the files, verify them, and rename the folder into place."""
@@ -209,14 +218,14 @@ class _RemoteCheckpoint:
             (copy / MANIFEST).write_bytes(self.manifest_bytes)
             sync(copy / MANIFEST)
             sync(copy)
-            path = _move(copy, into, name)
+            path = move_to_free_name(copy, into / name)
         sync(into)
         return path
 
     def _copies(self, into: Path, name: str) -> Iterator[Path]:
         """Yield complete copies of this checkpoint that exist already."""
         limit = file_limits.manifest_bytes
-        for path in _candidates(into, name):
+        for path in numbered_paths(into / name):
             if not path.exists():
                 return
             with suppress(CheckpointError, OSError):
@@ -257,20 +266,3 @@ def _folder_name(name: str) -> str:
     """Return a URL's last part as a plain name of a folder that is neither hidden nor a pointer."""
     plain = _NOT_IN_NAMES.sub("_", name)[:_MAX_NAME]
     return plain if is_plain_name(plain) and is_checkpoint_name(plain) else f"_{plain}"
-
-
-def _candidates(into: Path, name: str) -> Iterator[Path]:
-    yield into / name
-    yield from (into / f"{name}_{number}" for number in count(2))
-
-
-def _move(copy: Path, into: Path, name: str) -> Path:
-    for path in _candidates(into, name):
-        if path.exists() or path.is_symlink():
-            continue
-        try:
-            return copy.rename(path)
-        except OSError:
-            if not path.exists():  # otherwise another process took the name
-                raise
-    raise AssertionError

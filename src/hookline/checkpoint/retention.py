@@ -15,13 +15,12 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from hookline.checkpoint.atomic_files import temporary_folder
+from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
 from hookline.checkpoint.checkpoint_lookup import (
     read_manifest,
     read_pointers,
@@ -29,14 +28,16 @@ from hookline.checkpoint.checkpoint_lookup import (
     set_pointer,
 )
 from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count, read_json
-from hookline.checkpoint.keep_rules import KeepRules, Mode, rank
 from hookline.errors import CheckpointError, listed
 from hookline.files.limits import file_limits
 from hookline.printable import printable
 
-__all__ = ["RetainedCheckpoint", "Retention", "rank_checkpoints", "remove_checkpoint"]
+__all__ = ["KeepRules", "RetainedCheckpoint", "Retention", "remove_checkpoint"]
 
 log = logging.getLogger("hookline")
+
+Mode = Literal["min", "max"]
+"""Which score is better: the lower or the higher one."""
 
 _reserved_paths: set[Path] = set()
 """Paths that writers of this process have reserved and not saved yet."""
@@ -58,22 +59,50 @@ class RetainedCheckpoint:
     score: float | None = None
     created: str = ""
 
-    @property
-    def has_finite_score(self) -> bool:
-        """Whether the score can be compared: NaN and infinities cannot."""
-        return self.score is not None and math.isfinite(self.score)
-
     def state_dict(self) -> dict[str, Any]:
         """Return what is saved: all but the time of creation."""
         return {"name": self.name, "step": self.step, "number": self.number, "score": self.score}
 
 
-def rank_checkpoints(
-    checkpoints: Iterable[RetainedCheckpoint], mode: Mode
-) -> list[RetainedCheckpoint]:
-    """Return checkpoints, the best first; of equal scores the earlier, NaN and infinities last."""
-    oldest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.number)
-    return [oldest_first[index] for index in rank(oldest_first, mode)]
+@dataclass(frozen=True)
+class KeepRules:
+    """Which checkpoints of a list are kept, the oldest first; one that any rule keeps is kept.
+
+    Attributes:
+        last: The newest N; -1 for all.
+        best: The K with the best scores; -1 for all. Those without a finite score come last.
+        mode: Which score is better.
+        every: Of every M steps, the first checkpoint, for ever.
+    """
+
+    last: int = 0
+    best: int = 0
+    mode: Mode = "min"
+    every: int | None = None
+
+    def newest(self, count: int) -> set[int]:
+        """Return the indices of the newest of so many checkpoints."""
+        return set(range(0 if self.last == -1 else max(count - self.last, 0), count))
+
+    def rank(self, scores: Sequence[float | None]) -> list[int]:
+        """Return the indices of the best scores, the best first; of equal ones the earlier."""
+
+        def key(index: int) -> tuple[bool, float]:
+            score = scores[index]
+            if score is None or not math.isfinite(score):
+                return True, 0.0
+            return False, score if self.mode == "min" else -score
+
+        ranked = sorted(range(len(scores)), key=key)
+        return ranked if self.best == -1 else ranked[: self.best]
+
+    def first_of_intervals(self, steps: Sequence[int | None]) -> set[int]:
+        """Return the indices of those that are kept for ever; a step of None is not known."""
+        first: dict[int, int] = {}  # by the number of complete intervals
+        for index, step in enumerate(steps):
+            if self.every is not None and step is not None:
+                first.setdefault(step // self.every, index)
+        return {index for interval, index in first.items() if interval}
 
 
 class Retention:
@@ -83,13 +112,8 @@ class Retention:
     checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
     the checkpoints that are no longer kept. Call `discard` for one that could not be saved.
 
-    A checkpoint that any of the three rules keeps is kept.
-
     Args:
-        keep_best: How many of the checkpoints with the best scores are kept; -1 for all.
-        mode: Which score is better.
-        keep_last: How many of the newest checkpoints are kept; -1 for all.
-        keep_every: Of every so many steps, the first checkpoint is kept for ever.
+        keep_best: The rules, as those of `KeepRules`; so are `mode`, `keep_last` and `keep_every`.
         weights_only: Whether the writer's checkpoints have only the model's weights.
     """
 
@@ -136,9 +160,10 @@ class Retention:
     @property
     def best_ranked(self) -> list[RetainedCheckpoint]:
         """The durable checkpoints that are kept for their finite scores, the best first."""
-        ranked = rank_checkpoints(self._saved, self._rules.mode)
-        kept = ranked if self._rules.best == -1 else ranked[: self._rules.best]
-        return [checkpoint for checkpoint in kept if checkpoint.has_finite_score]
+        oldest_first = _sort(self._saved)
+        ranked = self._rules.rank([one.score for one in oldest_first])
+        best = [oldest_first[index] for index in ranked]
+        return [one for one in best if one.score is not None and math.isfinite(one.score)]
 
     @property
     def newest(self) -> RetainedCheckpoint | None:
@@ -169,8 +194,7 @@ class Retention:
 
         If the name is taken, `_2`, `_3` … is added. The checkpoint is ranked by the score.
         """
-        names = chain([name], (f"{name}_{number}" for number in count(2)))
-        path = next(path for name in names if _is_free(path := self.folder / name))
+        path = next(path for path in numbered_paths(self.folder / name) if _is_free(path))
         _reserved_paths.add(path.resolve())
         checkpoint = RetainedCheckpoint(path.name, step, self._number, score)
         self._pending[path.name] = checkpoint
@@ -246,9 +270,11 @@ class Retention:
 
     def _choose_kept(self, checkpoints: Iterable[RetainedCheckpoint]) -> list[RetainedCheckpoint]:
         """Return those that a rule keeps, oldest first."""
-        oldest_first = sorted(checkpoints, key=lambda checkpoint: checkpoint.number)
-        kept = self._rules.choose(oldest_first)
-        return [checkpoint for index, checkpoint in enumerate(oldest_first) if index in kept]
+        oldest_first, rules = _sort(checkpoints), self._rules
+        kept = rules.newest(len(oldest_first))
+        kept |= {*rules.rank([one.score for one in oldest_first])}
+        kept |= rules.first_of_intervals([one.step for one in oldest_first])
+        return [one for index, one in enumerate(oldest_first) if index in kept]
 
     def _apply_rules(self) -> None:
         """Make `best` name the best checkpoint, and remove those that are not kept."""
@@ -323,32 +349,26 @@ class Retention:
         try:
             self._complete_save(path, writer, run_id)
         finally:
-            self._find_saved(path, writer, run_id, {})
+            self.find_saved(writer, run_id, resumed_from=path)
 
     def find_saved(
-        self, writer: str, run_id: str | None, ranking: Mapping[str, Any] | None = None
+        self,
+        writer: str,
+        run_id: str | None,
+        ranking: Mapping[str, Any] | None = None,
+        *,
+        resumed_from: Path | None = None,
     ) -> None:
-        """Find the checkpoints of a writer that starts in the middle of a run.
+        """Find the checkpoints of a writer, which may start in the middle of a run.
 
-        It was disabled at the start, or replaces another one of the same name.
-
-        Args:
-            writer: The name of the writer's state among the states of hooks.
-            run_id: The id of the run; None if there is none.
-            ranking: What the writer's saved state has to have: other scores cannot be compared.
-
-        Raises:
-            CheckpointError: The pointer `best` could not be moved. Everything else is done.
+        It was disabled at the start, or replaces another one of the same name. The arguments are
+        those of `reconcile`; `ranking` is what the writer's saved state has to have, because other
+        scores cannot be compared.
         """
-        self._find_saved(None, writer, run_id, ranking or {})
-
-    def _find_saved(
-        self, path: Path | None, writer: str, run_id: str | None, ranking: Mapping[str, Any]
-    ) -> None:
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():
-            is_resumed_from = path is not None and found.resolve() == path.resolve()
-            own = _find_own(found, writer, ranking, is_resumed_from=is_resumed_from)
+            is_last = resumed_from is not None and found.resolve() == resumed_from.resolve()
+            own = _find_own(found, writer, ranking or {}, is_resumed_from=is_last)
             info = manifest["info"]
             if own is None or (info.get("run_id"), info.get("step")) != (run_id, own.step):
                 continue
@@ -358,12 +378,12 @@ class Retention:
             if known is not None or run_id is not None:
                 saved = replace(known or own, name=found.name, created=manifest["created"])
                 self._saved.append(saved)
-        self._saved.sort(key=lambda checkpoint: checkpoint.number)
+        self._saved = _sort(self._saved)
         self._number = max([self._number, *(c.number + 1 for c in self._saved)])
         if restored:
             log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
         self._restored = []
-        self._resumed_from = None if path is None else path.name
+        self._resumed_from = None if resumed_from is None else resumed_from.name
         self._apply_rules()
 
     def _complete_save(self, path: Path, writer: str, run_id: str | None) -> None:
@@ -459,6 +479,11 @@ def remove_checkpoint(path: Path) -> bool:
         log.warning("The checkpoint %s could not be removed: %s", path, error)
         return False
     return True
+
+
+def _sort(checkpoints: Iterable[RetainedCheckpoint]) -> list[RetainedCheckpoint]:
+    """Return checkpoints, the oldest first."""
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.number)
 
 
 def _read_created(path: Path) -> str | None:

@@ -15,10 +15,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
-from hookline.checkpoint.part_writer import PartWriter, SharedSave, SharedWriter
-from hookline.checkpoint.snapshot import SnapshotBuffers, encode_info, encode_state
-from hookline.checkpoint.state_tree import decode
+from hookline.checkpoint.checkpoint_writer import (
+    CheckpointWriter,
+    PartWriter,
+    SaveResult,
+    SharedSave,
+)
+from hookline.checkpoint.state_tree import SnapshotBuffers, decode, encode_info, encode_state
 from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointSaver"]
@@ -118,9 +121,8 @@ class CheckpointSaver:
         except (RuntimeError, MemoryError) as failure:  # there is not enough memory
             self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
             return
-        writer = _make_writer(shared)(files, encoded_info, begin, sync, encoded.tree)
-        if isinstance(writer, PartWriter | SharedWriter) and shared is not None:
-            writer.shared = shared
+        writer_class = PartWriter if rank else CheckpointWriter
+        writer = writer_class(files, encoded_info, begin, sync, encoded.tree, shared)
         if isinstance(writer, PartWriter):
             writer.requested = folders[0]
             self._parts.append(writer)
@@ -173,12 +175,6 @@ class CheckpointSaver:
             previous.writer.is_abandoned = True
         previous.wait()
         return replace
-
-
-def _make_writer(shared: SharedSave | None) -> type[CheckpointWriter]:
-    if shared is None:
-        return CheckpointWriter
-    return PartWriter if shared.rank else SharedWriter
 
 
 def _not_copied(folder: Path, failure: Exception, info: Any) -> SaveResult:

@@ -1,4 +1,4 @@
-"""State as JSON that restores every type exactly, with tensors in a separate file.
+"""A state as the contents of a checkpoint's files: JSON that restores every type, and tensors.
 
 Types that JSON has are written as they are: None, booleans, 64-bit integers, finite floats,
 strings, lists, and dicts with string keys. Everything else is an object with the key `$`, the type,
@@ -13,16 +13,26 @@ import struct
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hookline.checkpoint.tensor_files import TensorBuffer
 from hookline.context import LazyDict, LazyFloat, read_lazy
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard, is_sharded, shard_of
 
-__all__ = ["Decoder", "Encoder", "decode", "is_text"]
+__all__ = [
+    "Decoder",
+    "EncodedState",
+    "Encoder",
+    "SnapshotBuffers",
+    "decode",
+    "encode_info",
+    "encode_state",
+]
 
 _MAX_DEPTH = 100  # JSON parsers fail at several hundred levels
 _KEYS = (type(None), bool, int, float, str, bytes)
@@ -72,7 +82,7 @@ class Encoder:
         if kind is float or kind is LazyFloat:
             return _encode_float(float(value))
         if kind is str:
-            return value if is_text(value) else {"$": "str", "v": _encode_bytes(value)}
+            return value if _is_text(value) else {"$": "str", "v": _encode_bytes(value)}
         if kind is list or kind in _SEQUENCES:
             items = [self.encode(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
             return items if kind is list else {"$": _SEQUENCES[kind], "v": items}
@@ -88,7 +98,7 @@ class Encoder:
             (key, self.encode(v, f"{path}[{_safe_repr(key)}]", depth + 1))
             for key, v in value.items()
         ]
-        is_json = all(type(key) is str and key != "$" and is_text(key) for key, _ in pairs)
+        is_json = all(type(key) is str and key != "$" and _is_text(key) for key, _ in pairs)
         if is_json and kind == "dict":
             return dict(pairs)
         return {"$": kind, "v": [[self._encode_key(k, path, depth), v] for k, v in pairs]}
@@ -272,7 +282,7 @@ def _decode_float(text: str) -> float:
     return number
 
 
-def is_text(value: str) -> bool:
+def _is_text(value: str) -> bool:
     """Return whether JSON restores the string: it would join lone surrogates to a pair."""
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
@@ -295,3 +305,87 @@ def _safe_repr(key: Any) -> str:
 
 def _type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+# -- a copy of a model and a state ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncodedState:
+    """A state whose Python values are copied, and whose tensors are still those of training."""
+
+    weights: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    tree: Any  # as JSON
+    weight_shards: Mapping[str, Shard]
+    tensor_shards: Mapping[str, Shard]
+
+    def shards_only(self) -> EncodedState:
+        """Return what a rank other than 0 writes: its shards that no rank before it has."""
+        weights = {name: one for name, one in self.weight_shards.items() if one.is_first}
+        tensors = {name: one for name, one in self.tensor_shards.items() if one.is_first}
+        return EncodedState(
+            {name: one.values for name, one in weights.items()},
+            {name: one.values for name, one in tensors.items()},
+            None,
+            weights,
+            tensors,
+        )
+
+
+@torch.no_grad()
+def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedState:
+    """Encode Python values as JSON and collect the tensors.
+
+    Raises:
+        CheckpointError: A value cannot be saved.
+    """
+    weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
+    for name in weights:
+        if name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(
+                f"A weight is called {name!r}, which the format safetensors does not allow. Rename "
+                "the parameter or buffer."
+            )
+    shards = {name: shard_of(value) for name, value in weights.items() if is_sharded(value)}
+    # It raises if a weight cannot be saved; parts of a `DTensor` always can.
+    Encoder("model").encode({k: v for k, v in weights.items() if k not in shards})
+    weights |= {name: shard.values for name, shard in shards.items()}
+    encoder = Encoder("state")
+    extra = {k: v for k, v in model.items() if k not in weights}  # from `get_extra_state`
+    tree = {"state": encoder.encode(dict(state)), "model": encoder.encode(extra)}
+    metadata = getattr(model, "_metadata", None)  # the versions of modules
+    if metadata is not None:
+        tree["metadata"] = encoder.encode(dict(metadata), "['_metadata']")
+    return EncodedState(weights, encoder.tensors, tree, shards, encoder.shards)
+
+
+def encode_info(info: Mapping[str, Any]) -> Any:
+    """Encode a manifest's `info`. Tensors with one element become numbers."""
+    return Encoder("info", numbers_only=True).encode(dict(info))
+
+
+class SnapshotBuffers:
+    """Memory for one copy of a state, which is reused for the next one."""
+
+    def __init__(self) -> None:
+        self._weights = TensorBuffer()
+        self._tensors = TensorBuffer()
+
+    def reserve(self, state: EncodedState) -> None:
+        """Allocate the memory for states like this one."""
+        self._weights.reserve(state.weights, state.weight_shards)
+        self._tensors.reserve(state.tensors, state.tensor_shards)
+
+    def copy(self, state: EncodedState, rank: int = 0) -> dict[str, memoryview]:
+        """Copy the tensors of a state; return the contents of their files until the next call.
+
+        A rank other than 0 has files for its shards, `model-1.safetensors`.
+        """
+        self._weights.copy(state.weights, state.weight_shards)
+        self._tensors.copy(state.tensors, state.tensor_shards)
+        number = f"-{rank}" if rank else ""
+        return {
+            f"model{number}.safetensors": self._weights.data,
+            f"state{number}.safetensors": self._tensors.data,
+        }

@@ -58,9 +58,9 @@ def prune(
 
     The three best: **hookline checkpoints prune 20261115-21 --keep-best 3 --metric val/loss**
     """
-    from hookline.checkpoint.keep_rules import KeepRules
-    from hookline.checkpoint.pruning import choose_kept
+    from hookline.checkpoint.retention import KeepRules
     from hookline.cli.checkpoint_tables import format_pruning, format_size
+    from hookline.runs.checkpoint_reader import choose_kept
 
     if not (keep_last or keep_best or keep_every):
         raise typer.BadParameter(

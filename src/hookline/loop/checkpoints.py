@@ -20,7 +20,7 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
-from hookline.checkpoint.part_writer import SharedSave, SharedSaves
+from hookline.checkpoint.checkpoint_writer import SharedSave, SharedSaves
 from hookline.checkpoint.state_tree import Encoder
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.context import LazyFloat

@@ -99,7 +99,7 @@ class Record:
         """
         from hookline.masking import remember_secrets
         from hookline.runs.manifest import new_run_id
-        from hookline.runs.run import Run
+        from hookline.runs.run import Run, TrackerOnlyRun
 
         remember_secrets(identity.collect(hooks))
         fields = identity.describe(hooks)
@@ -121,9 +121,7 @@ class Record:
             self.sink = self.run
         run_id = new_run_id() if self.run is None else self.run.id
         if self.run is None and self._trackers is not None:
-            from hookline.runs.unwritten_run import UnwrittenRun
-
-            self.sink = UnwrittenRun(run_id, parent, **fields)
+            self.sink = TrackerOnlyRun(run_id, parent, **fields)
         if log.isEnabledFor(logging.INFO):
             self._log_start(run_id, fields["config_hash"], hooks)
         self.event("start", step=step, resumed_from=None if restored is None else str(restored))
@@ -133,7 +131,7 @@ class Record:
                 self._trackers.rewind(step)
 
     def _log_start(self, run_id: str, hashed: str, hooks: Sequence[HookInfo]) -> None:
-        from hookline.runs.git import describe_commit, read_git_state
+        from hookline.runs.environment import describe_commit, read_git_state
 
         git = read_git_state() if self.run is None else self.run.manifest.get("git") or {}
         log.info(

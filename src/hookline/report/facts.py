@@ -16,7 +16,7 @@ from hookline.report.layers import (
 )
 from hookline.report.reading import RunData
 from hookline.runs.formatting import format_duration, format_number, format_time
-from hookline.runs.record_checks import is_finite_number
+from hookline.runs.jsonl_reader import is_finite_number
 from hookline.text_tables import join_some
 
 __all__ = ["collect_facts", "describe_facts", "describe_gradients", "describe_status"]

@@ -15,7 +15,7 @@ from typing import Any
 from hookline.files.regular_files import read_regular_file
 from hookline.printable import printable, printable_lines
 from hookline.report.png_images import strip_png
-from hookline.runs.run_files import find_refused_folder
+from hookline.runs.run_lookup import find_refused_folder
 
 __all__ = ["Media"]
 

@@ -21,7 +21,7 @@ from hookline.report.reading import RunData
 from hookline.report.sampling import SampledSeries
 from hookline.report.spikes import encode_spike
 from hookline.runs.formatting import format_number
-from hookline.runs.record_checks import is_finite_number
+from hookline.runs.jsonl_reader import is_finite_number
 
 __all__ = ["encode_run", "share_buckets", "to_script_json"]
 

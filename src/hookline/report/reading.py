@@ -12,9 +12,9 @@ from hookline.report.media import Media
 from hookline.report.sampling import SampledSeries
 from hookline.runs.jsonl_reader import JsonlReader
 from hookline.runs.manifest import inspect_run_manifest
-from hookline.runs.run_files import find_refused_entries, find_refused_folder
+from hookline.runs.metric_values import Scalar, read_scalars
+from hookline.runs.run_lookup import find_refused_entries, find_refused_folder
 from hookline.runs.run_reader import OpenedRun
-from hookline.runs.scalar_lines import Scalar, read_scalars
 
 __all__ = ["RunData", "read_run"]
 

@@ -12,8 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from hookline.runs.metric_summary import MetricSummary, is_better_when_low
-from hookline.runs.scalar_lines import Scalar
+from hookline.runs.metric_values import MetricSummary, Scalar, is_better_when_low
 
 __all__ = ["SampledSeries"]
 

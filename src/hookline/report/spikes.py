@@ -9,7 +9,7 @@ from typing import Any
 
 from hookline.printable import printable
 from hookline.runs.formatting import format_number
-from hookline.runs.record_checks import is_finite_number
+from hookline.runs.jsonl_reader import is_finite_number
 from hookline.text_tables import join_some
 
 __all__ = ["encode_spike"]

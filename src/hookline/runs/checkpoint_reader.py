@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from hookline.checkpoint.checkpoint_lookup import (
 )
 from hookline.checkpoint.differences import describe_mismatches, fitting_weights
 from hookline.checkpoint.host_folders import find_host_checkpoint
+from hookline.checkpoint.retention import KeepRules
 from hookline.errors import CheckpointError
 from hookline.printable import message_lines
 from hookline.runs.run_lookup import list_run_folders
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SavedCheckpoint",
+    "choose_kept",
     "decode_metrics",
     "describe_mismatches",
     "get_last_checkpoint",
@@ -149,6 +152,43 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
             )
         )
     return checkpoints, [f"{folder.name}/{name}: {text}" for name, text in scan.damage.items()]
+
+
+def choose_kept(
+    checkpoints: Sequence[SavedCheckpoint], rules: KeepRules, metric: str | None = None
+) -> list[list[str]]:
+    """Return, for each checkpoint, why it is kept; an empty list means that it is not needed.
+
+    The newest checkpoint, the newest that a run can resume from, those that `last` and `best` name,
+    and those that were saved after a crash are always kept. The last of these do not count among
+    the newest or the best, and those without a finite value of the metric not among the best.
+
+    Args:
+        checkpoints: All complete checkpoints of a folder, the oldest first.
+        rules: What else is kept.
+        metric: What the best are ranked by.
+    """
+    regular = [one for one in checkpoints if not one.is_emergency]
+    full = [index for index, one in enumerate(regular) if not one.is_weights_only]
+    scores = [_read_score(one, metric) for one in regular]
+    kept = {
+        "newest": rules.newest(len(regular)) | {*range(len(regular))[-1:], *full[-1:]},
+        f"best {metric}": {i for i in rules.rank(scores) if scores[i] is not None},
+        f"every {rules.every} steps": rules.first_of_intervals([one.step for one in regular]),
+    }
+    paths = {reason: [regular[i].path for i in chosen] for reason, chosen in kept.items()}
+    reasons: list[list[str]] = []
+    for one in checkpoints:
+        found = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+        found |= {reason: one.path in chosen for reason, chosen in paths.items()}
+        reasons.append([reason for reason, applies in found.items() if applies])
+    return reasons
+
+
+def _read_score(checkpoint: SavedCheckpoint, metric: str | None) -> float | None:
+    """Return the value of the metric; None if it is not finite."""
+    value = checkpoint.metrics.get(metric or "")
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def decode_metrics(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hookline.arguments import check_instance
 from hookline.runs.jsonable import remove_addresses
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["describe_sections", "diff_configs", "diff_runs", "number_items"]
+__all__ = ["describe_sections", "diff_configs", "diff_runs", "flatten", "number_items"]
 
 _GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
 
@@ -51,7 +51,7 @@ def describe_sections(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def diff_configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
     """Return the differences between two configurations, by dotted path."""
-    return _diff(dict(_flatten(a, "")), dict(_flatten(b, "")))
+    return _diff(flatten(a), flatten(b))
 
 
 def _diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> Pairs:
@@ -66,12 +66,15 @@ def _are_equal(a: Any, b: Any) -> bool:
     return bool(a == b) and (type(a) is bool) == (type(b) is bool)
 
 
-def _flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{path}.{name}" if path else str(name))
-    else:
-        yield path, value
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with names such as `optimizer.lr`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def number_items(value: Any) -> Any:
@@ -84,8 +87,7 @@ def number_items(value: Any) -> Any:
 
 
 def _section(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    section = manifest.get(name)
-    return section if isinstance(section, Mapping) else {}
+    return manifest.get(name) or {}
 
 
 def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def _config(manifest: Mapping[str, Any]) -> dict[str, Any]:
     parent = _section(manifest, "parent")
     labels |= {f"parent.{name}": parent.get(name) for name in ("run_id", "step") if parent}
     config, training = _section(manifest, "config"), _section(manifest, "training")
-    return {**labels, **dict(_flatten(config, "")), **dict(_flatten(number_items(training), ""))}
+    return {**labels, **flatten(config), **flatten(number_items(training))}
 
 
 def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,23 +107,22 @@ def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _has_code(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest tells apart all code that its run may have had."""
     git, modules = _section(manifest, "git"), manifest.get("sources")
-    if isinstance(modules, Mapping):
+    if modules is not None:
         return None not in modules.values()
     return git.get("commit") is not None and git.get("untracked") == 0  # of an older version
 
 
 def _hooks(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    hooks = manifest.get("hooks")
-    known = [h for h in hooks if isinstance(h, Mapping)] if isinstance(hooks, list) else []
+    known = [hook for hook in manifest.get("hooks") or () if isinstance(hook, Mapping)]
     by_name = {str(h.get("name")): {k: v for k, v in h.items() if k != "name"} for h in known}
-    return {"order": list(by_name), **dict(_flatten(by_name, ""))} if by_name else {}
+    return {"order": list(by_name), **flatten(by_name)} if by_name else {}
 
 
 def _versions(manifest: Mapping[str, Any]) -> dict[str, Any]:
     # Packages that are also in `versions` are compared once.
     versions = {**_section(manifest, "packages"), **_section(manifest, "versions")}
     machine = {"platform": manifest.get("platform"), "devices": _section(manifest, "devices")}
-    return {**versions, **dict(_flatten(machine, ""))}
+    return {**versions, **flatten(machine)}
 
 
 def _results(run: OpenedRun) -> dict[str, Any]:

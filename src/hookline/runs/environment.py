@@ -1,4 +1,4 @@
-"""The environment of a run: versions, platform, devices, and the process that writes it.
+"""The environment of a run: its code, versions, platform, devices, and the process that writes it.
 
 torch is imported by the functions that need it: reading a run does not.
 """
@@ -10,10 +10,16 @@ import os
 import platform
 import re
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
+import sysconfig
+import tempfile
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import metadata
+from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +27,32 @@ from hookline._version import __version__
 from hookline.masking import mask_arguments
 from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["describe_environment", "describe_process", "installed_packages", "is_process_alive"]
+__all__ = [
+    "describe_commit",
+    "describe_environment",
+    "describe_process",
+    "installed_packages",
+    "is_process_alive",
+    "read_git_state",
+]
 
+_MAX_FILES = 500  # of the program's own modules
+_MAX_BYTES = 20_000_000  # of one of them
 _NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t]*$", re.MULTILINE)
+
+_GIT_SECONDS = 10.0  # the time limit for all git commands together
+_CALLER_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
+
+_STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+_UNTRACKED = (
+    *("ls-files", "-z", "--others", "--exclude-standard", "--directory", "--no-empty-directory"),
+)
+# Equal changes have equal hashes, independently of the user's settings for diffs.
+_DIFF = (
+    *("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"),
+    *("--no-renames", "--no-relative", "--diff-algorithm=myers", "--unified=3"),
+    *("--inter-hunk-context=0", "--src-prefix=a/", "--dst-prefix=b/", "--submodule=short"),
+)
 
 
 def describe_environment(device: Any = None) -> dict[str, Any]:
@@ -33,6 +62,8 @@ def describe_environment(device: Any = None) -> dict[str, Any]:
     packages = installed_packages()
     listing = "\n".join(f"{name}=={version}" for name, version in packages.items())
     return {
+        "git": read_git_state(),
+        "sources": _hash_sources(),
         "command": mask_arguments(to_jsonable(sys.orig_argv)),
         "versions": {
             "hookline": __version__,
@@ -96,10 +127,9 @@ def _describe_devices(device: Any) -> dict[str, Any]:
 
 
 def is_process_alive(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process is alive; None if it runs in another container or on another host.
+    """Return whether a process, as `describe_process` describes it, is alive.
 
-    Args:
-        process: What `describe_process` returned in that process.
+    None if it runs in another container or on another host.
     """
     pid = process.get("pid")
     if type(pid) is not int or not 0 < pid < 2**31:  # others mean groups of processes
@@ -142,4 +172,147 @@ def _start_time(pid: int) -> int | None:
         state, *rest = text.rpartition(")")[2].split()  # the name before it may contain anything
         return -1 if state in "ZX" else int(rest[18])
     except (OSError, ValueError, IndexError):
+        return None
+
+
+# -- code: the state of git, and the hashes of source files ---------------------------------------
+
+
+def read_git_state(folder: Path | None = None) -> dict[str, Any]:
+    """Return the state of a folder's git repository, without writing. It never raises.
+
+    - `commit`: None if there is none; then `problem` says why.
+    - `branch`: None for a detached head.
+    - `dirty`: whether tracked files differ from the commit, staged or not.
+    - `diff_sha256`: the hash of the difference; None if there is none.
+    - `untracked`: how many files or folders are neither tracked nor ignored. They are not hashed,
+      because they are often data and results.
+
+    Args:
+        folder: Where to look; by default the folder of the program, then the working folder.
+    """
+    deadline = time.monotonic() + _GIT_SECONDS
+    folders = _code_folders() if folder is None else [folder]
+    states = [_read_state(folders[0], deadline)]
+    if states[0]["commit"] is None:
+        states += [_read_state(other, deadline) for other in folders[1:]]
+    return next((state for state in states if state["commit"] is not None), states[0])
+
+
+def describe_commit(state: Mapping[str, Any], length: int | None = None) -> str:
+    """Return the commit, shortened to a length, or why there is none."""
+    commit = state.get("commit")
+    return str(commit)[:length] if commit else f"none ({state.get('problem') or 'not recorded'})"
+
+
+def _code_folders() -> list[Path]:
+    """Return where the code may be: the program's folder unless it is installed, and this one."""
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    here = Path.cwd()
+    if program is None:  # a notebook, or an interpreter
+        return [here]
+    folder = Path(program).resolve().parent
+    installed = folder.is_relative_to(Path(sys.prefix).resolve())  # pytest, say
+    return [here] if installed or folder == here else [folder, here]
+
+
+def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
+    fields = ("commit", "branch", "dirty", "diff_sha256", "untracked", "folder", "problem")
+    state: dict[str, Any] = {**dict.fromkeys(fields), "folder": str(folder)}
+    try:
+        with _run_git(folder, deadline, *_STATUS) as output:
+            lines = output.read().decode(errors="replace").splitlines()
+        headers = dict(line[9:].split(" ", 1) for line in lines if line.startswith("# branch."))
+        if headers["oid"] == "(initial)":
+            state["problem"] = "the repository has no commit yet"
+            return state
+        state["commit"] = headers["oid"]
+        state["branch"] = None if headers["head"] == "(detached)" else headers["head"]
+        state["dirty"] = any(not line.startswith("#") for line in lines)
+        if state["dirty"]:
+            with _run_git(folder, deadline, *_DIFF) as output:
+                state["diff_sha256"] = hashlib.file_digest(output, "sha256").hexdigest()
+        with _run_git(folder, deadline, *_UNTRACKED) as output:
+            state["untracked"] = output.read().count(b"\0")
+    except FileNotFoundError:
+        state["problem"] = "git is not installed"
+    except subprocess.TimeoutExpired as error:
+        state["problem"] = f"git took more than {_GIT_SECONDS:.0f} s to answer: {error.cmd[1]}"
+    except subprocess.CalledProcessError as error:
+        message = str(error.stderr, errors="replace").strip()
+        lines = message.splitlines() or [f"git ended with {error.returncode}"]
+        is_outside = "not a git repository" in message
+        state["problem"] = (
+            "not in a git repository" if is_outside else lines[0].removeprefix("fatal: ")
+        )
+    except Exception as error:  # a problem with git must not stop training
+        state["problem"] = f"{type(error).__name__}: {error}"
+    return state
+
+
+@contextmanager
+def _run_git(
+    folder: Path, deadline: float, *arguments: str
+) -> Generator[BufferedRandom, None, None]:
+    """Yield the output of a git command: a file, because it may be too large for memory."""
+    # A git hook that runs this program sets variables for its own repository.
+    environment = {k: v for k, v in os.environ.items() if k not in _CALLER_VARIABLES}
+    environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    with tempfile.TemporaryFile() as output:
+        subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            timeout=max(0.1, deadline - time.monotonic()),
+            check=True,
+            env=environment,
+        )
+        output.seek(0)
+        yield output
+
+
+def _hash_sources() -> dict[str, str | None]:
+    """Return the SHA-256 of the file of each module that is loaded, by the module's name.
+
+    The modules are the program (`__main__`) and all others that belong to no installed package and
+    not to Python: the versions of those are known. The hash is None where it is not known: of a
+    notebook, which has no file, and of files that cannot be read. It never raises.
+    """
+    loaded, paths = dict(sys.modules), sysconfig.get_paths()
+    python = tuple(f"{paths[name]}{os.sep}" for name in ("stdlib", "platstdlib", "scripts"))
+
+    def is_own(file: str) -> bool:
+        return "-packages" + os.sep not in file and not file.startswith(python)
+
+    tops = {name for name in loaded if "." not in name and name not in ("hookline", "__mp_main__")}
+    tops = {name for name in tops if is_own(_file_of(loaded[name]) or "")}
+    names = sorted(name for name in loaded if name.partition(".")[0] in tops)
+    files = {name: _file_of(loaded[name]) for name in names}
+    own = [(name, file) for name, file in files.items() if file is not None and is_own(file)]
+    hashes = {name: _hash_file(file) for name, file in own[:_MAX_FILES]}
+    if len(own) > _MAX_FILES:
+        hashes["more modules"] = None
+    if _file_of(loaded.get("__main__")) is None:
+        hashes["__main__"] = None  # a notebook, or an interpreter
+    return hashes
+
+
+def _file_of(module: Any) -> str | None:
+    """Return the absolute path of a module's file; None if it has none."""
+    try:
+        file = vars(module).get("__file__")
+    except Exception:  # a program may put anything into sys.modules
+        return None
+    return file if type(file) is str and Path(file).is_absolute() else None
+
+
+def _hash_file(file: str) -> str | None:
+    try:
+        path = Path(file)
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return None
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError):
         return None

@@ -13,8 +13,8 @@ from typing import Any
 
 from hookline.printable import printable
 from hookline.runs.checkpoint_reader import SavedCheckpoint
-from hookline.runs.git import describe_commit
-from hookline.runs.metric_summary import MetricSummary
+from hookline.runs.environment import describe_commit
+from hookline.runs.metric_values import MetricSummary
 from hookline.text_tables import format_table, join_some, printable_cells
 
 __all__ = [
@@ -101,12 +101,11 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
     git = overview["git"]
     changes = ", with uncommitted changes" if git.get("dirty") else ""
     branch = f" on {git['branch']}" if git.get("branch") else ""
-    hooks, versions, tags = (manifest.get(name) for name in ("hooks", "versions", "tags"))
-    versions = versions.items() if isinstance(versions, dict) else ()
+    versions = manifest.get("versions", {}).items()
     fields = [
         ("run", overview["id"]),
         ("name", manifest.get("name")),
-        ("tags", join_some(tags if isinstance(tags, list) else ())),
+        ("tags", join_some(manifest.get("tags") or ())),
         ("folder", overview["path"]),
         ("status", overview["status"]),
         ("forked from", _describe_parent(manifest.get("parent"))),
@@ -117,22 +116,20 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("config", str(overview["config_hash"] or "")[:12]),
         ("seed", manifest.get("seed")),
         *_training_fields(manifest.get("training")),
-        ("hooks", _list_hooks(hooks) if isinstance(hooks, list) else None),
+        ("hooks", _list_hooks(manifest.get("hooks") or ())),
         ("versions", join_some(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
 
 
 def _describe_parent(parent: Any) -> str | None:
-    if not isinstance(parent, dict):
-        return None
-    return f"run {parent.get('run_id')} at step {parent.get('step')}"
+    return None if parent is None else f"run {parent.get('run_id')} at step {parent.get('step')}"
 
 
 def _training_fields(training: Any) -> list[tuple[str, str]]:
     """Return lines about the model, optimizers, schedulers, loaders and hyperparameters."""
     fields: list[tuple[str, str]] = []
-    if not isinstance(training, dict):
+    if training is None:
         return fields
     with suppress(AttributeError, KeyError, TypeError, ValueError):  # of a damaged manifest
         for model in (training["model"], *training.get("models", ())):

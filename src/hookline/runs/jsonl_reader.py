@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,26 @@ from typing import Any
 from hookline.arguments import check_path
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
+from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import open_regular_file
 from hookline.files.strict_json import parse_json
 from hookline.printable import printable
 from hookline.runs.jsonl_file import VERSION
-from hookline.runs.record_checks import find_event_problem, find_metric_problem
 
-__all__ = ["JsonlReader", "read_jsonl_backwards", "read_records"]
+__all__ = [
+    "JsonlReader",
+    "find_metric_problem",
+    "is_finite_number",
+    "read_jsonl_backwards",
+    "read_records",
+]
 
 _BLOCK_SIZE = 1 << 18
 _END_SIZE = 1 << 16  # read at a time from the end
 _MAX_SHOWN = 5  # damaged lines in one message
 _MAX_DAMAGED = 20_000  # then it is not a log, and each further line takes longer than a record
+_MAX_NAME = 10_000  # characters
+_NUMBERS_AS_TEXT = ("NaN", "Infinity", "-Infinity")
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -57,7 +66,7 @@ class JsonlReader:
     def __init__(self, file: Path, *, growing: bool = False) -> None:
         self._file = file
         self._find_problem = (
-            find_event_problem if file.name == "events.jsonl" else find_metric_problem
+            _find_event_problem if file.name == "events.jsonl" else find_metric_problem
         )
         self._growing = growing
         self._lines = 0
@@ -212,3 +221,61 @@ def _describe_long_line() -> str:
         f"the next line has more than {file_limits.line_bytes:,} bytes; "
         "hookline.file_limits allows more"
     )
+
+
+# -- what a record may contain --------------------------------------------------------------------
+
+
+def find_metric_problem(record: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a record of the metrics log; None if it is valid."""
+    for field in ("step", "epoch", "time"):
+        if record.get(field) is not None and not is_finite_number(record[field]):
+            return f"its '{field}' is not a number that a float can hold"
+    kind, value = record.get("kind"), record.get("value")
+    if not _is_name(record.get("name")):
+        return f"its 'name' is not a text of up to {_MAX_NAME:,} characters"
+    if not _is_name(kind):
+        return "its 'kind' is not a text"
+    if kind == "scalar" and not is_finite_number(value) and value not in _NUMBERS_AS_TEXT:
+        return "its 'value' is not a number that a float can hold"
+    if kind == "text" and not isinstance(value, str):
+        return "its 'value' is not a text"
+    if kind == "histogram" and not _is_histogram(value):
+        return "its 'value' is not a histogram"
+    if kind == "image" and not (isinstance(value, dict) and _is_media_path(value.get("path"))):
+        return "its 'value' is not an image in the folder media"
+    return None
+
+
+def _find_event_problem(record: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a record of the event log; None if it is valid."""
+    if record.get("time") is not None and not is_finite_number(record["time"]):
+        return "its 'time' is not a number that a float can hold"
+    if not _is_name(record.get("kind")):
+        return "its 'kind' is not a text"
+    return None
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is an integer or float that a float can hold."""
+    if type(value) is not int and type(value) is not float:
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer above the range of floats
+        return False
+
+
+def _is_media_path(path: Any) -> bool:
+    """Return whether a path names a file in a run's folder `media`."""
+    return isinstance(path, str) and path[:6] == "media/" and is_plain_name(path[6:])
+
+
+def _is_name(name: Any) -> bool:
+    return isinstance(name, str) and len(name) <= _MAX_NAME
+
+
+def _is_histogram(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("counts"), list) and isinstance(value.get("edges"), list)

@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,18 +22,18 @@ from typing import Any
 
 from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
+from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
+from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import read_regular_file
 from hookline.files.strict_json import parse_json
 from hookline.masking import mask_secrets
 from hookline.printable import printable
 from hookline.runs.environment import describe_environment
-from hookline.runs.git import read_git_state
 from hookline.runs.jsonable import config_hash as hash_config
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.manifest_fields import check_manifest_fields
-from hookline.runs.source_files import hash_sources
+from hookline.runs.jsonl_reader import is_finite_number
 
 __all__ = [
     "continue_manifest",
@@ -43,6 +43,7 @@ __all__ = [
     "last_write_time",
     "new_manifest",
     "new_run_id",
+    "parse_time",
     "read_run_manifest",
     "utc_now",
     "write_run_manifest",
@@ -60,6 +61,10 @@ _LONG_FIELDS = (  # in an earlier part if they changed afterwards
     *("config", "hooks", "training", "name", "tags", "packages", "seed", "torch_seed"),
     *("sources", "parameter_names"),
 )
+
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value is valid, and what was expected."""
 
 
 def utc_now() -> str:
@@ -134,7 +139,7 @@ def _parse_manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
             f"{file} has version {printable(version, 60)}, and this hookline reads up to "
             f"{_VERSION}. Install a newer hookline: pip install -U hookline"
         )
-    return check_manifest_fields(manifest)
+    return _check_manifest(manifest)
 
 
 def write_run_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -183,9 +188,8 @@ def describe_part(
         import torch
 
         fields |= {"seed": to_jsonable(seed), "torch_seed": torch.initial_seed()}
-    surroundings = {"git": read_git_state(), "sources": hash_sources()}
-    surroundings |= describe_environment(device)
-    return {**fields, **mask_secrets(surroundings, by_name=False)}  # packages have any name
+    environment = describe_environment(device)
+    return {**fields, **mask_secrets(environment, by_name=False)}  # packages have any name
 
 
 def new_manifest(
@@ -209,7 +213,7 @@ def new_manifest(
         "lost_records": 0,
         "parts": [_without(part, _LONG_FIELDS)],
     }
-    return check_manifest_fields(manifest)[0]
+    return _check_manifest(manifest)[0]
 
 
 def continue_manifest(
@@ -229,7 +233,7 @@ def continue_manifest(
         **_without(part, _PART_FIELDS),
         "parts": [*parts, {**_without(part, _LONG_FIELDS), "number": len(parts) + 1}],
     }
-    return check_manifest_fields(continued)[0]
+    return _check_manifest(continued)[0]
 
 
 def _format_time(seconds: float) -> str | None:
@@ -241,3 +245,149 @@ def _format_time(seconds: float) -> str | None:
 
 def _without(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name not in names}
+
+
+# -- the fields, which may come from anybody: readers use only those that were checked ------------
+
+
+def _check_manifest(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a manifest without its invalid fields, and what is wrong with these, one line each.
+
+    Fields that are not known here are kept.
+    """
+    valid, problems = _check_fields(manifest, _FIELDS, "")
+    if "run_id" not in manifest:
+        problems.insert(0, "it has no 'run_id'")
+    for name, checks in (("git", _GIT), ("parent", _PARENT), ("versions", None)):
+        if isinstance(valid.get(name), dict):
+            chosen = checks if checks is not None else dict.fromkeys(valid[name], _OPTIONAL_TEXT)
+            valid[name], found = _check_fields(valid[name], chosen, f" of '{name}'")
+            problems += found
+    if "parts" in valid:
+        parts: list[dict[str, Any]] = []
+        for number, part in enumerate(valid["parts"], 1):
+            checked, found = _check_fields(part, _PART, f" of part {number}")
+            parts.append(checked)
+            problems += found
+        valid["parts"] = parts
+    return valid, problems
+
+
+def parse_time(text: Any) -> float | None:
+    """Return a time of a manifest in seconds since 1970; None if it is not a time."""
+    try:
+        parsed = datetime.fromisoformat(text)
+        return (parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)).timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _check_fields(
+    fields: Mapping[str, Any], checks: Mapping[str, Check], where: str
+) -> tuple[dict[str, Any], list[str]]:
+    valid, problems = dict(fields), list[str]()
+    for name, (is_valid, expected) in checks.items():
+        if name in fields and not is_valid(fields[name]):
+            found = _describe(valid.pop(name))
+            problems.append(f"'{printable(name, 60)}'{where} is {found}; expected {expected}")
+    return valid, problems
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, str):
+        return f"'{printable(value, 60)}'"
+    return "null" if value is None else printable(value, 60)
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, dict) and not _check_fields(value, _ERROR, "")[1]
+
+
+def _is_rewind(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("restored"), list):
+        return False
+    sizes = [value.get(name) for name in ("metrics", "end", "repeated")]
+    for piece in value["restored"]:
+        if not isinstance(piece, list) or len(piece) != 2:
+            return False
+        sizes += piece
+    return all(map(is_count, sizes)) and value["metrics"] <= value["end"]
+
+
+def _or_null(check: Check) -> Check:
+    is_valid, expected = check
+    return lambda value: value is None or is_valid(value), f"{expected} or null"
+
+
+def _list_of(is_valid: Callable[[Any], bool], expected: str) -> Check:
+    return lambda value: isinstance(value, list) and all(map(is_valid, value)), expected
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, dict | list)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+_TEXT: Check = (lambda value: isinstance(value, str), "a text")
+_OPTIONAL_TEXT = _or_null(_TEXT)
+_SCALAR: Check = (_is_scalar, "a text or number")
+_PLAIN_NAME: Check = (is_plain_name, "a plain name: up to 200 letters, digits and ._=+-")
+_TIME: Check = (
+    lambda value: parse_time(value) is not None,
+    "a time such as 2026-11-15T21:06:55+00:00",
+)
+_COUNT: Check = (is_count, "an integer of 0 or more")
+_NUMBER: Check = (is_finite_number, "a number that a float can hold")
+_OBJECT: Check = (_is_object, "an object")
+
+_FIELDS: dict[str, Check] = {
+    "run_id": _PLAIN_NAME,
+    "parent": _or_null(_OBJECT),
+    "status": _TEXT,
+    **dict.fromkeys(("created", "started"), _TIME),
+    "ended": _or_null(_TIME),
+    **dict.fromkeys(("last_error", "config_hash", "packages_sha256", "platform"), _OPTIONAL_TEXT),
+    **dict.fromkeys(("config", "packages", "versions", "devices", "trackers"), _OBJECT),
+    **dict.fromkeys(("training", "git", "sources"), _or_null(_OBJECT)),
+    "hooks": (lambda value: isinstance(value, list), "a list"),
+    **dict.fromkeys(("name", "torch_seed"), _SCALAR),
+    **dict.fromkeys(
+        ("tags", "command", "parameter_names"), _list_of(_is_scalar, "a list of texts")
+    ),
+    "lost_records": _or_null(_COUNT),
+    "parts": _list_of(_is_object, "a list of objects"),
+    "rewinds": _list_of(_is_rewind, "a list of objects with sizes and positions in bytes"),
+}
+_PARENT: dict[str, Check] = {
+    "run_id": _or_null(_PLAIN_NAME),
+    "checkpoint": _OPTIONAL_TEXT,
+    "step": _or_null(_NUMBER),
+}
+_GIT: dict[str, Check] = {
+    **dict.fromkeys(("commit", "branch", "diff_sha256", "folder", "problem"), _OPTIONAL_TEXT),
+    "dirty": (_is_scalar, "true or false"),
+    "untracked": _or_null(_COUNT),
+}
+_ERROR: dict[str, Check] = {
+    "type": _OPTIONAL_TEXT,
+    "message": _OPTIONAL_TEXT,
+    "step": _or_null(_NUMBER),
+}
+_PART: dict[str, Check] = {
+    "number": _COUNT,
+    "started": _TIME,
+    "ended": _or_null(_TIME),
+    "status": _TEXT,
+    **dict.fromkeys(("resumed_from", "host", "boot_id", "pid_namespace"), _OPTIONAL_TEXT),
+    "error": _or_null((_is_error, "an object with type, message and step")),
+    "pid": (lambda value: is_count(value) and 0 < value < 2**31, "the number of a process"),
+    "pid_started": _or_null((lambda value: type(value) is int, "an integer")),
+}

@@ -17,7 +17,7 @@ from torch import Tensor
 from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import FileRefusedError, open_handle
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.run_files import find_refused_folder
+from hookline.runs.run_lookup import find_refused_folder
 
 __all__ = ["make_histogram", "save_image"]
 

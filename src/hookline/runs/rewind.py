@@ -52,7 +52,7 @@ def plan_rewind(
     Args:
         metrics: The metrics log.
         rewinds: All earlier rewinds of the run.
-        position: What `Run.position` returned; or `{"step": N}`: behind the records of that step.
+        position: As for `Run.rewind`.
 
     Raises:
         RunError: The position is not valid.

@@ -1,4 +1,7 @@
-"""Writing a run: its manifest, metrics and events."""
+"""Writing a run: its manifest, metrics and events.
+
+`Run` writes a folder, `TrackerOnlyRun` has none, and `RemoteRun` is written by another process.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import numbers
 import os
 import shutil
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +31,7 @@ from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.masking import mask_secrets
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
-from hookline.runs.jsonl_file import VERSION, JsonlFile, encode_line
+from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
 from hookline.runs.jsonl_reader import read_jsonl_backwards
 from hookline.runs.lease import Lease
 from hookline.runs.manifest import (
@@ -39,11 +43,10 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.metrics_log import InvalidValue, MetricsLog
 from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
-from hookline.runs.run_files import create_run_folder, find_refused_entries
+from hookline.runs.run_lookup import create_run_folder, find_refused_entries
 
-__all__ = ["Kind", "Run"]
+__all__ = ["Kind", "RemoteRun", "Run", "TrackerOnlyRun"]
 
 log = logging.getLogger("hookline")
 
@@ -272,6 +275,26 @@ class Run:
                 log.warning("Cannot write %s: %s. Training continues.", self.path, error)
             self._manifest_failed = True
 
+    def add_to_field(self, field: str, items: Mapping[str, Any]) -> None:
+        """Add items to a field of the manifest, also after the run has ended.
+
+        Nothing is written if another process writes the run by then.
+        """
+        if self.metrics_log is not None:
+            self.update(**{field: {**self.manifest.get(field, {}), **items}})
+            return
+        try:
+            lease = Lease.acquire(self.path)
+            try:
+                manifest = read_run_manifest(self.path)
+                added = mask_secrets(to_jsonable(dict(items)), by_name=False)
+                manifest[field] = {**manifest.get(field, {}), **added}
+                write_run_manifest(self.path, manifest)
+            finally:
+                lease.release()
+        except (OSError, RunError) as error:
+            log.warning("'%s' is not written to the manifest of %s: %s", field, self.path, error)
+
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the one that writes the run: it writes nothing."""
@@ -419,10 +442,76 @@ class Run:
                 return make_histogram(value), kind
             if self.is_forked:
                 return InvalidValue("", kind), kind  # dropped, as all values are here
-            return save_image(value, self.path / "media", step, name), kind
+            return self._save_image(value, step, name), kind
         except Exception as error:  # logging never stops training
             log.warning("Cannot log '%s' as %s at step %s: %s", name, kind, step, error)
             return InvalidValue(safe_repr(value), kind), kind
+
+    def _save_image(self, value: Any, step: int, name: str) -> dict[str, Any]:
+        return save_image(value, self.path / "media", step, name)
+
+
+class TrackerOnlyRun(Run):
+    """A run without a folder: its record only goes to trackers.
+
+    Images are in a temporary folder until it is closed.
+    """
+
+    has_folder = False
+
+    def __init__(self, run_id: str, parent: Mapping[str, Any] | None, **fields: Any) -> None:
+        super().__init__(Path(), new_manifest(run_id, describe_part(**fields), parent))
+        self.metrics_log = MetricsLog(cast(JsonlFile, _NoFile()))
+        self._images: Path | None = None
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """Drop an event."""
+
+    def update(self, **fields: Any) -> None:
+        """Change fields of the manifest, in memory."""
+        self.manifest.update(fields)
+
+    def _save_image(self, value: Any, step: int, name: str) -> dict[str, Any]:
+        if self._images is None:
+            self._images = Path(tempfile.mkdtemp(prefix="hookline-"))
+        saved = save_image(value, self._images / "media", step, name)
+        return {**saved, "path": str(self._images / saved["path"])}
+
+    def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
+        """End the run, and remove the temporary folder."""
+        self.flush()
+        if self._images is not None:
+            shutil.rmtree(self._images, ignore_errors=True)
+
+
+class _NoFile:
+    """Stands for the file of a metrics log that is not written."""
+
+    lost = 0
+
+    def append(self, lines: list[bytes]) -> None:
+        """Drop lines."""
+
+
+class RemoteRun:
+    """The run of rank 0, in the other processes: it has an id and a folder, and records nothing.
+
+    Attributes:
+        id: the run's id.
+        path: its folder.
+        checkpoints: the folder of its checkpoints.
+    """
+
+    lease_lost: str | None = None
+
+    def __init__(self, run_id: str, path: Path) -> None:
+        self.id, self.path, self.checkpoints = run_id, path, path / "checkpoints"
+
+    def log(self, step: int, epoch: int | None, name: str, value: Any, kind: str = "") -> None:
+        """Record nothing: rank 0 does."""
+
+    def event(self, kind: str, /, **fields: Any) -> None:
+        """Record nothing: rank 0 does."""
 
 
 def _find_unfinished(manifest: Mapping[str, Any]) -> dict[str, Any] | None:

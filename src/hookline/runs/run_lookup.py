@@ -1,22 +1,75 @@
-"""Finding runs: by folder, by id, by the beginning or end of an id, or from a checkpoint."""
+"""The folders of runs: created, found by id or from a checkpoint, and checked for links.
+
+Nothing in a run's folder may be a link that leads out of it. The run's folder itself may be a link,
+as may the folder of all runs: the user gave these.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
 from hookline.arguments import check_path, user_path
+from hookline.checkpoint.atomic_files import sync
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
-from hookline.runs.manifest import inspect_run_manifest, is_run_manifest
+from hookline.files.regular_files import describe_kind
+from hookline.runs.manifest import inspect_run_manifest, is_run_manifest, new_run_id
 
-__all__ = ["find_run", "find_run_of_checkpoint", "list_run_folders", "shorten_path"]
+__all__ = [
+    "create_run_folder",
+    "find_refused_entries",
+    "find_refused_folder",
+    "find_run",
+    "find_run_of_checkpoint",
+    "list_run_folders",
+    "shorten_path",
+]
 
+_FILES = (
+    *("manifest.json", "metrics.jsonl", "events.jsonl", "repeated.jsonl"),
+    *("log.jsonl", "log.repeated.jsonl", "heartbeat.json"),
+)
+_FOLDERS = ("checkpoints", "media", "profile", "trackers")
 _LOG_FILES = ("metrics.jsonl", "events.jsonl")
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 _MAX_SHOWN = 5
+
+
+def create_run_folder(root: Path) -> Path:
+    """Create a folder with a new run's id, durably, and if needed the folder of all runs."""
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    root.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+    while True:
+        path = root / new_run_id()
+        with suppress(FileExistsError):
+            path.mkdir()
+            sync(root)
+            return path
+
+
+def find_refused_entries(folder: Path) -> list[str]:
+    """Return which entries of a run's folder are not opened, such as links, one line each."""
+    kinds = {name: describe_kind(folder / name) for name in _FILES}
+    refused = [
+        f"{name} is {kind}; expected a regular file"
+        for name, kind in kinds.items()
+        if kind is not None
+    ]
+    return refused + [one for name in _FOLDERS if (one := find_refused_folder(folder / name))]
+
+
+def find_refused_folder(folder: Path) -> str | None:
+    """Return why a folder in a run's folder is not used; None if it is one, or does not exist."""
+    if not os.path.lexists(folder):
+        return None
+    kind = describe_kind(folder) or "a regular file"
+    return None if kind == "a folder" else f"{folder.name} is {kind}; expected a folder"
 
 
 def list_run_folders(root: str | os.PathLike[str]) -> list[Path]:
@@ -30,17 +83,17 @@ def list_run_folders(root: str | os.PathLike[str]) -> list[Path]:
     return sorted(folders, key=lambda path: path.name, reverse=True)
 
 
-def find_run(given: str | os.PathLike[str], root: str | os.PathLike[str] = "runs") -> Path:
+def find_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = "runs") -> Path:
     """Return the folder of a run.
 
     Args:
-        given: The folder itself; or the id of a run in `root`, or the beginning or end of its id.
+        run: The folder itself; or the id of a run in `root`, or the beginning or end of its id.
         root: The folder of all runs.
 
     Raises:
         RunError: No run matches, or several do. The message names the closest ids.
     """
-    path = Path(check_path("The run", given, "its folder or its id"))
+    path = Path(check_path("The run", run, "its folder or its id"))
     root = check_path("runs", root, "the folder of all runs")
     if _is_run(path):
         return path

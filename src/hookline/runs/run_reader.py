@@ -16,16 +16,19 @@ from hookline.files.regular_files import describe_kind
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
-from hookline.runs.jsonl_reader import JsonlReader, read_jsonl_backwards
+from hookline.runs.jsonl_reader import JsonlReader, find_metric_problem, read_jsonl_backwards
 from hookline.runs.lease import is_silent
-from hookline.runs.manifest import inspect_run_manifest, last_write_time
-from hookline.runs.manifest_fields import parse_time
-from hookline.runs.metric_summary import MetricSummary, summarize_metrics
-from hookline.runs.record_checks import find_metric_problem
+from hookline.runs.manifest import inspect_run_manifest, last_write_time, parse_time
+from hookline.runs.metric_values import (
+    COLUMNS,
+    MetricSummary,
+    Row,
+    parse_rows,
+    read_rows,
+    summarize_metrics,
+)
 from hookline.runs.rewind import REPEATED
-from hookline.runs.run_files import find_refused_entries, find_refused_folder
-from hookline.runs.run_lookup import find_run
-from hookline.runs.scalar_lines import COLUMNS, Row, parse_rows, read_rows
+from hookline.runs.run_lookup import find_refused_entries, find_refused_folder, find_run
 from hookline.runs.series_index import MIN_BYTES, SeriesIndex
 
 __all__ = ["OpenedRun", "open_run"]
@@ -87,7 +90,7 @@ class OpenedRun:
         """How long all parts have trained together; None if unknown."""
         manifest = self.manifest
         status = _status(self.path, manifest)
-        parts = _parts(manifest)
+        parts = manifest.get("parts") or []
         total = 0.0
         for part in parts:
             started, ended = parse_time(part.get("started")), parse_time(part.get("ended"))
@@ -182,7 +185,7 @@ class OpenedRun:
         `damage` has what is wrong with the manifest, and which files are not opened.
         """
         manifest, damage = inspect_run_manifest(self.path)
-        git, refused = manifest.get("git"), find_refused_entries(self.path)
+        refused = find_refused_entries(self.path)
         step, loss = self._read_latest()
         return {
             "id": str(manifest.get("run_id") or self.path.name),
@@ -192,11 +195,11 @@ class OpenedRun:
             "status": _status(self.path, manifest),
             "started": manifest.get("started"),
             "seconds": self.seconds,
-            "parts": len(_parts(manifest)),
+            "parts": len(manifest.get("parts") or []),
             "steps": step,
             "loss": loss,
             "config_hash": manifest.get("config_hash"),
-            "git": git if isinstance(git, dict) else {},
+            "git": manifest.get("git") or {},
             "last_error": manifest.get("last_error"),
             "damage": damage + [x for x in refused if x.partition(" ")[0] != "manifest.json"],
         }
@@ -229,14 +232,9 @@ class OpenedRun:
 
 def _status(folder: Path, manifest: Mapping[str, Any]) -> str:
     status = str(manifest.get("status") or "unknown")
-    parts = _parts(manifest)
+    parts = manifest.get("parts")
     if status == "training" and parts:
         is_alive = is_process_alive(parts[-1])
         if is_alive is False or (is_alive is None and is_silent(folder)):
             return "lost"
     return status
-
-
-def _parts(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    parts: Any = manifest.get("parts")
-    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []

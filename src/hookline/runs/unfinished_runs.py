@@ -1,31 +1,35 @@
-"""Finding the run that a restarted job continues: the newest unfinished one that is the same."""
+"""The run that a restarted job continues: the newest unfinished one that is the same.
+
+A run that fails again and again after the same checkpoint is not continued.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hookline.checkpoint.checkpoint_lookup import find_checkpoint
-from hookline.errors import CheckpointError
-from hookline.printable import printable
-from hookline.runs.crash_loop import check_crash_loop
+from hookline.errors import CheckpointError, RunError
+from hookline.printable import message_lines, printable
+from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import canonical_json
-from hookline.runs.manifest import inspect_run_manifest
-from hookline.runs.run_files import find_refused_entries
-from hookline.runs.run_lookup import list_run_folders
+from hookline.runs.manifest import inspect_run_manifest, read_run_manifest
+from hookline.runs.run_lookup import find_refused_entries, list_run_folders
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["find_unfinished_run"]
+__all__ = ["check_crash_loop", "find_unfinished_run"]
 
 log = logging.getLogger("hookline")
 
 _UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
 _WITHOUT_EFFECT = ("runs", "progress", "checkpoints")
 _MAX_SHOWN = 5  # differences
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses, process numbers, free memory
 
 
 def find_unfinished_run(
@@ -173,3 +177,52 @@ def _is_unfinished(run: OpenedRun) -> bool:
         ends = run.events("end")
         return bool(ends) and "time limit" in str(ends[-1].get("reason"))
     return status in _UNFINISHED
+
+
+# -- crash loops ----------------------------------------------------------------------------------
+
+
+def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
+    """Raise an error if the same failure has followed a checkpoint twice in a row.
+
+    Failures are the same if the exceptions have the same class and message, apart from numbers and
+    addresses, and came after the same step. Call it for checkpoints that were chosen automatically:
+    somebody who names a checkpoint may have repaired the cause.
+
+    Raises:
+        RunError: It names the failure, and the command that continues from an older checkpoint.
+    """
+    last_two = read_run_manifest(run_folder).get("parts", [])[-2:]
+    failures = [_describe_failure(part, checkpoint.name) for part in last_two]
+    if len(failures) < 2 or failures[0] is None or failures[0] != failures[1]:
+        return
+    error = last_two[-1]["error"]
+    failure = f"{error.get('type')}: {error.get('message')}"
+    raise RunError(
+        message_lines(
+            f"The run {run_folder} failed twice in the same way after the checkpoint {checkpoint}, "
+            f"in or after step {error.get('step')}: {printable(failure, 2000)}",
+            *_describe_choices(checkpoint),
+        )
+    )
+
+
+def _describe_failure(part: Mapping[str, Any], checkpoint: str) -> tuple[Any, ...] | None:
+    """Return what identifies the failure of a part whose newest checkpoint was this one."""
+    error = part.get("error")
+    if error is None or part.get("status") != "error":
+        return None
+    if error.get("checkpoint", part.get("resumed_from")) != checkpoint:
+        return None
+    message = _VARYING.sub("#", str(error.get("message")))
+    return error.get("type"), message, error.get("step")
+
+
+def _describe_choices(checkpoint: Path) -> list[str]:
+    saved = [one.path for one in read_checkpoints(checkpoint.parent)[0]]
+    earlier = saved[: saved.index(checkpoint)] if checkpoint in saved else saved
+    again = f"To try this one again, give its folder: --resume {checkpoint}"
+    if not earlier:
+        return [f"There is no older checkpoint. {again}"]
+    older = f"hookline train CONFIG --resume {earlier[-1]}"
+    return [f"To continue from an older checkpoint: {older}", again]

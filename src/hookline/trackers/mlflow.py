@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
+import sqlite3
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hookline.trackers.mlflow_files import (
-    PlainNames,
-    find_artifacts,
-    find_database,
-    move_artifacts,
-)
-from hookline.trackers.refused_values import log_each
-from hookline.trackers.tracker import TrackedRun, TrackedValue
+from hookline.trackers.tracker import TrackedRun, TrackedValue, log_each
 
 __all__ = ["MLflowTracker"]
 
 _RUN_ID_TAG = "hookline.run_id"
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "error": "FAILED"}
 _MAX_METRICS, _MAX_PARAMS, _MAX_TEXT = 1000, 100, 6000  # MLflow's limits
+_MAX_NAME = 250
+_REFUSED = re.compile(r"[^\w.\-/ ]" if os.name == "nt" else r"[^\w.\-/ :]")
+_ARTIFACTS = "mlartifacts"
 
 
 class MLflowTracker:
@@ -45,7 +44,7 @@ class MLflowTracker:
         self._uri, self._experiment, self._checkpoints = tracking_uri, experiment, checkpoints
         self._client: Any = None
         self._run_id = ""
-        self._names = PlainNames()
+        self._names = _PlainNames()
         self._active: tuple[str, str] | None = None  # the program's own run, and where it is
         self.is_continued = True
 
@@ -80,16 +79,16 @@ class MLflowTracker:
         mlflow: Any = import_module("mlflow")
         if self._uri is not None or mlflow.is_tracking_uri_set() or run.folder is None:
             return self._uri
-        move_artifacts(run.folder)
-        return find_database(run.folder)
+        _move_artifacts(run.folder)
+        return _find_database(run.folder)
 
     def _find_experiment(self, run: TrackedRun, uri: str | None) -> str:
         name = self._experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "hookline"
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        is_own = run.folder is not None and uri == find_database(run.folder)
-        artifacts = find_artifacts(run.folder) if is_own and run.folder is not None else None
+        is_own = run.folder is not None and uri == _find_database(run.folder)
+        artifacts = _find_artifacts(run.folder) if is_own and run.folder is not None else None
         return str(self._client.create_experiment(name, artifact_location=artifacts))
 
     def _find_run(self, run: TrackedRun, uri: str | None) -> Any:
@@ -120,7 +119,7 @@ class MLflowTracker:
         """Log parameters. MLflow refuses to change one, so those of an earlier part are kept."""
         from mlflow.entities import Param
 
-        plain = PlainNames().convert
+        plain = _PlainNames().convert
         texts = {plain(name): str(value)[:_MAX_TEXT] for name, value in params.items()}
         new = [Param(name, text) for name, text in texts.items() if name not in known]
         for start in range(0, len(new), _MAX_PARAMS):
@@ -163,3 +162,53 @@ class MLflowTracker:
         """End the run, unless the program has started it."""
         if self._active is None:
             self._client.set_terminated(self._run_id, _STATUS.get(status, "KILLED"))
+
+
+def _find_database(folder: Path) -> str:
+    """Return the tracking URI of the database in a run's folder."""
+    return f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+
+
+def _find_artifacts(folder: Path) -> str:
+    """Return where the artifacts of that database are."""
+    return (folder.absolute() / _ARTIFACTS).as_uri()
+
+
+def _move_artifacts(folder: Path) -> None:
+    """Let the database find its artifacts in the folder where it is now.
+
+    It has their absolute path, which a run's folder that was moved or copied has no more.
+    """
+    file, here = folder / "mlflow.db", _find_artifacts(folder)
+    if not file.exists():
+        return
+    with closing(sqlite3.connect(file)) as database, database:
+        for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+            for row, uri in database.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
+                before, found, rest = str(uri).partition(f"/{_ARTIFACTS}")
+                if found and f"{before}{found}" != here and rest[:1] in ("", "/"):
+                    change = f"UPDATE {table} SET {column} = ? WHERE rowid = ?"
+                    database.execute(change, (here + rest, row))
+
+
+class _PlainNames:
+    """Names as MLflow allows them: relative paths of letters, digits and a few characters.
+
+    Two names that would become the same stay different.
+    """
+
+    def __init__(self) -> None:
+        self._originals: dict[str, str] = {}
+
+    def convert(self, name: str) -> str:
+        """Return a name that MLflow allows."""
+        plain = _make_plain(name)
+        if self._originals.setdefault(plain, name) != name:
+            plain = f"{plain[: _MAX_NAME - 9]}_{zlib.crc32(name.encode()):08x}"
+        return plain
+
+
+def _make_plain(name: str) -> str:
+    plain = _REFUSED.sub("_", name)
+    parts = [part if part.strip(".") else "_" * len(part) for part in plain.split("/") if part]
+    return "/".join(parts)[:_MAX_NAME].rstrip("/") or "_"

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.arguments import user_path
-from hookline.trackers.refused_values import log_each
-from hookline.trackers.tracker import TrackedRun, TrackedValue
+from hookline.trackers.tracker import TrackedRun, TrackedValue, log_each
 
 __all__ = ["TensorBoardTracker"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["TrackedRun", "TrackedValue", "Tracker", "flatten"]
+__all__ = ["RefusedValues", "RowTracker", "TrackedRun", "TrackedValue", "Tracker", "log_each"]
+
+_MAX_FAILURES = 20  # values in a row: then the tool is not there
 
 
 class TrackedValue(NamedTuple):
@@ -79,12 +81,74 @@ class Tracker(Protocol):
         ...
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with names such as `optimizer.lr`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+class RefusedValues(Exception):  # noqa: N818 - not an error of the tracker as a whole
+    """Some values were not logged; all others were.
+
+    Attributes:
+        count: how many.
+        error: why, for the first of them.
+    """
+
+    def __init__(self, count: int, error: Exception) -> None:
+        super().__init__(f"{count} values were refused, the first one because of: {error!r}")
+        self.count, self.error = count, error
+
+
+def log_each(log: Callable[[TrackedValue], None], values: Iterable[TrackedValue]) -> None:
+    """Log values one by one; raise `RefusedValues` at the end if some could not be logged.
+
+    Args:
+        log: logs one value.
+        values: the values.
+    """
+    first: Exception | None = None
+    refused = in_a_row = 0
+    for value in values:
+        if in_a_row == _MAX_FAILURES:
+            refused += 1
+            continue
+        try:
+            log(value)
+            in_a_row = 0
+        except Exception as error:
+            first = first or error
+            refused, in_a_row = refused + 1, in_a_row + 1
+    if first is not None:
+        raise RefusedValues(refused, first)
+
+
+class RowTracker:
+    """Base of trackers that log the values of a step as one row.
+
+    A name that a step has twice begins another row.
+    """
+
+    def __init__(self) -> None:
+        self._row: dict[str, Any] = {}  # of the step that is being logged
+        self._last: TrackedValue | None = None  # of the row
+
+    def log(self, values: Sequence[TrackedValue]) -> None:
+        """Log one row for each step."""
+        try:
+            log_each(self._add, values)
+        finally:
+            self._end_row()
+
+    def _add(self, value: TrackedValue) -> None:
+        name, converted = self._convert(value)
+        if self._last is not None and (self._last.step != value.step or name in self._row):
+            self._end_row()
+        self._row[name], self._last = converted, value
+
+    def _end_row(self) -> None:
+        row, last, self._row, self._last = self._row, self._last, {}, None
+        if last is not None:
+            self._log_row(row, last.step, last.time)
+
+    def _convert(self, value: TrackedValue) -> tuple[str, Any]:
+        """Return a value's name and the value as the tool takes them."""
+        raise NotImplementedError
+
+    def _log_row(self, row: Mapping[str, Any], step: int, seconds: float) -> None:
+        """Log the values of a step by name, of which the last was logged at this time."""
+        raise NotImplementedError

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hookline.masking import mask_secrets
-from hookline.runs.closed_run import amend_manifest
+from hookline.runs.diff import flatten
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run import Run
-from hookline.trackers.recorded_values import read_from_step
-from hookline.trackers.tracker import TrackedRun, Tracker, flatten
+from hookline.trackers.tracker import TrackedRun, Tracker
 from hookline.trackers.tracker_names import make_trackers
-from hookline.trackers.tracker_thread import TrackerThread
+from hookline.trackers.tracker_thread import TrackerThread, read_from_step
 
 __all__ = ["TrackerSet", "make_tracker_set"]
 
@@ -114,7 +113,7 @@ class TrackerSet:
     def checkpoint(self, path: str, step: Any) -> None:
         """Tell the trackers that a checkpoint is complete."""
         for thread in self._threads:
-            thread.call("log_checkpoint", Path(path), step)
+            thread.log_checkpoint(Path(path), step)
 
     def rewind(self, step: int | None) -> None:
         """Tell the trackers that the run's record was rewound to a step, or to its end.
@@ -196,11 +195,7 @@ class TrackerSet:
         if not started or self._run is None:
             return
         self._unwritten = [t for t in self._unwritten if t not in started]
-        ids = {thread.name: thread.ids for thread in started}
-        if self._run.metrics_log is None:
-            amend_manifest(self._run.path, "trackers", ids)
-        else:
-            self._run.update(trackers={**self._run.manifest.get("trackers", {}), **ids})
+        self._run.add_to_field("trackers", {thread.name: thread.ids for thread in started})
 
     def _find_end(self) -> int:
         """Return where the run's metrics log ends, in bytes; 0 if it is not written."""

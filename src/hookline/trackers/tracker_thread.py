@@ -1,50 +1,68 @@
-"""A tracker's own thread and its queue: training never waits for a tracker."""
+"""A tracker's own thread and its queue: training never waits for a tracker.
+
+Up to where a tool has the run's record is kept in the run's folder: what it lacks after a crash is
+read from the record and logged again.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from hookline.trackers.logged_position import LoggedPosition
-from hookline.trackers.recorded_values import read_range, to_tracked_value
-from hookline.trackers.refused_values import RefusedValues
-from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker
+from hookline.context import to_float
+from hookline.files.limits import file_limits
+from hookline.files.regular_files import open_handle, open_regular_file, read_regular_file
+from hookline.files.strict_json import parse_json
+from hookline.masking import mask_known_values
+from hookline.runs.jsonable import to_jsonable
+from hookline.runs.jsonl_file import VERSION, InvalidValue, MetricRecord
+from hookline.runs.jsonl_reader import find_metric_problem, is_finite_number, read_jsonl_backwards
+from hookline.trackers.tracker import RefusedValues, TrackedRun, TrackedValue, Tracker
 
-__all__ = ["TrackerThread"]
+__all__ = ["TrackerThread", "read_from_step"]
 
 log = logging.getLogger("hookline")
 
 _MAX_FAILURES = 3  # in a row
+_BATCH = 1000  # records that are read at a time
+_MAX_STEP = (1 << 63) - 1
+_DIGITS = 20  # of a position: always as many, so that one write replaces the contents
 
 
 class TrackerThread:
     """Calls a tracker's methods in a thread of its own.
 
-    Args:
-        name: the tracker's name.
-        tracker: the tracker.
-        run: what it gets when it starts.
-        max_values: how many values may wait; further ones are dropped and counted.
+    Up to `max_values` values wait for it; further ones are dropped and counted.
+
+    Attributes:
+        ids: those of the tool's run, once it has started.
+        dropped: how many values it was too slow for.
+        failed: for how many values it raised an error, or was disabled.
+        problem: why it was disabled.
+        has_started: set when it has started, or failed to.
     """
 
     def __init__(self, name: str, tracker: Tracker, run: TrackedRun, max_values: int) -> None:
         self.name = name
-        self.ids: Mapping[str, Any] | None = None  # of the tool's run, once it has started
-        self.dropped = 0  # values that it was too slow for
-        self.failed = 0  # values that it raised an error for, or that came after it was disabled
-        self.problem: str | None = None  # why it was disabled
-        self.has_started = threading.Event()  # or failed to
+        self.ids: Mapping[str, Any] | None = None
+        self.dropped = self.failed = 0
+        self.problem: str | None = None
+        self.has_started = threading.Event()
         self._tracker, self._run, self._max_values = tracker, run, max_values
-        self._queue: SimpleQueue[tuple[Callable[..., None], Any, int]] = SimpleQueue()
-        self._given = self._done = 0  # each is counted by one thread only: no lock
+        self._queue: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...], int]] = SimpleQueue()
+        self._queued = self._done = 0  # values; each is counted by one thread only: no lock
         self._failures = 0  # in a row
         unsaved_seconds = float(getattr(tracker, "unsaved_seconds", 0.0))
-        self._logged = LoggedPosition(run.folder, name, unsaved_seconds)
+        self._logged = _LoggedPosition(run.folder, name, unsaved_seconds)
         self._pid = os.getpid()
         self._is_over = False
         # A daemon: a tracker that never returns does not keep the process.
@@ -54,18 +72,13 @@ class TrackerThread:
     @property
     def waiting(self) -> int:
         """How many values have not been logged yet."""
-        return self._given - self._done
+        return self._queued - self._done
 
-    def put(self, records: Sequence[tuple[Any, ...]], end: int) -> None:
-        """Give the tracker records of the run, or drop them if too many wait already.
-
-        Args:
-            records: the records.
-            end: the position behind them in the run's metrics log.
-        """
-        if os.getpid() != self._pid:  # a forked process has a copy of the queue, and no thread
-            return
-        if self.waiting + len(records) > self._max_values:
+    def put(self, records: Sequence[MetricRecord], end: int) -> None:
+        """Give the tracker records, which end at this position of the run's metrics log."""
+        if self.waiting + len(records) <= self._max_values:
+            self._enqueue(self._log, records, end, count=len(records))
+        elif os.getpid() == self._pid:
             if not self.dropped:
                 log.warning(
                     "The tracker '%s' is too slow: values are dropped. The run's own record does "
@@ -73,35 +86,27 @@ class TrackerThread:
                     self.name,
                 )
             self.dropped += len(records)
-            return
-        self._given += len(records)
-        self._queue.put((self._log, (records, end), len(records)))
 
     def catch_up(self, end: int) -> None:
         """Log what the tool lacks of the run's record, up to a position of the metrics log."""
-        if os.getpid() == self._pid:
-            self._queue.put((self._log_lacking, end, 0))
+        self._enqueue(self._log_lacking, end)
 
-    def rewind(self, step: int, records: Sequence[tuple[Any, ...]], end: int) -> None:
+    def rewind(self, step: int, records: Sequence[MetricRecord], end: int) -> None:
         """Let the tracker continue where the run's record ends now, and log what it lacks of it.
 
-        Args:
-            step: the step that the run continues from.
-            records: the record's values from that step on.
-            end: the position where the run's metrics log ends.
+        `records` are those of the run from a step on, which it continues from.
         """
-        if os.getpid() == self._pid:
-            self._queue.put((self._rewind, (step, records, end), 0))
+        self._enqueue(self._rewind, step, records, end)
 
-    def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the tracker, if it has it, after the values so far."""
-        if os.getpid() == self._pid and hasattr(self._tracker, method):
-            self._queue.put((self._call, (method, arguments), 0))
+    def log_checkpoint(self, path: Path, step: Any) -> None:
+        """Tell the tracker that a checkpoint is complete, if it has a method for that."""
+        method: Any = getattr(self._tracker, "log_checkpoint", None)
+        if method is not None:
+            self._enqueue(method, path, step)
 
     def finish(self, status: str) -> None:
         """Let the tracker end its run after the values so far, without waiting for it."""
-        if os.getpid() == self._pid:
-            self._queue.put((self._finish, status, 0))
+        self._enqueue(self._finish, status)
 
     def join(self, until: float) -> bool:
         """Wait for the end of the thread, up to a time of `time.monotonic`; return whether it is.
@@ -110,6 +115,11 @@ class TrackerThread:
         """
         self._thread.join(max(0.0, until - time.monotonic()))
         return not self._thread.is_alive()
+
+    def _enqueue(self, function: Callable[..., None], *arguments: Any, count: int = 0) -> None:
+        if os.getpid() == self._pid:  # a forked process has a copy of the queue, and no thread
+            self._queued += count
+            self._queue.put((function, arguments, count))
 
     # -- in the tracker's thread ------------------------------------------------------------------
 
@@ -122,16 +132,16 @@ class TrackerThread:
             self._disable("did not start", error)
         self.has_started.set()
         while not self._is_over:
-            function, argument, count = self._queue.get()
+            function, arguments, count = self._queue.get()
             if self.problem is not None and function != self._finish:
                 self.failed += count
             else:
-                self._try(function, argument, count)
+                self._try(function, *arguments, count=count)
             self._done += count
 
-    def _try(self, function: Callable[..., None], argument: Any, count: int) -> None:
+    def _try(self, function: Callable[..., None], *arguments: Any, count: int) -> None:
         try:
-            function(argument)
+            function(*arguments)
         except BaseException as error:
             self.failed += count
             self._failures += 1
@@ -153,10 +163,9 @@ class TrackerThread:
             exc_info=error,
         )
 
-    def _log(self, given: tuple[Sequence[tuple[Any, ...]], int]) -> None:
-        records, end = given
+    def _log(self, records: Sequence[MetricRecord], end: int) -> None:
         try:
-            self._tracker.log([self._read(record) for record in records])
+            self._tracker.log(self._convert(records))
         except RefusedValues as refused:
             if refused.count >= len(records):
                 raise refused.error from None
@@ -173,23 +182,18 @@ class TrackerThread:
         if self._run.folder is None or self._logged.value >= end:
             return
         file = self._run.folder / "metrics.jsonl"
-        for lacking, position in read_range(file, self._logged.value, end):
+        for lacking, position in _read_range(file, self._logged.value, end):
             if self.problem is not None:
                 self.failed += len(lacking)
             else:
-                self._try(self._log, (lacking, position), len(lacking))
+                self._try(self._log, lacking, position, count=len(lacking))
 
-    def _rewind(self, given: tuple[int, Sequence[tuple[Any, ...]], int]) -> None:
-        step, records, end = given
+    def _rewind(self, step: int, records: Sequence[MetricRecord], end: int) -> None:
         self._log_lacking(end)
         self._logged.rewind(end)
         rewind: Any = getattr(self._tracker, "rewind", None)
         if rewind is not None:
-            rewind(step, [self._read(record) for record in records])
-
-    def _call(self, call: tuple[str, tuple[Any, ...]]) -> None:
-        method, arguments = call
-        getattr(self._tracker, method)(*arguments)
+            rewind(step, self._convert(records))
 
     def _finish(self, status: str) -> None:
         self._is_over = True
@@ -197,5 +201,146 @@ class TrackerThread:
             self._tracker.finish(status)
             self._logged.save()
 
-    def _read(self, record: tuple[Any, ...]) -> TrackedValue:
-        return to_tracked_value(record, self._run.folder)
+    def _convert(self, records: Sequence[MetricRecord]) -> list[TrackedValue]:
+        return [_to_tracked_value(record, self._run.folder) for record in records]
+
+
+class _LoggedPosition:
+    """A position in `metrics.jsonl`, in bytes, kept in `trackers/<name>.txt` of the run's folder.
+
+    It is only used in the tracker's thread. A file that cannot be written or read never fails: then
+    values are logged twice.
+
+    A position is written when it is older than `unsaved_seconds`: so long the tool itself keeps
+    values in memory, which are lost when the process is killed.
+    """
+
+    def __init__(self, folder: Path | None, name: str, unsaved_seconds: float) -> None:
+        file = re.sub(r"[^\w.-]", "_", name) + ".txt"
+        self._file = None if folder is None else folder / "trackers" / file
+        self._unsaved_seconds = unsaved_seconds
+        self._unsaved: deque[tuple[float, int]] = deque()  # times and positions
+        self.value = self._read()
+
+    def advance(self, position: int) -> None:
+        """Note that the tool was given everything up to a position."""
+        self.value = position
+        now = time.monotonic()
+        self._unsaved.append((now, position))
+        saved: int | None = None
+        while self._unsaved and now - self._unsaved[0][0] >= self._unsaved_seconds:
+            saved = self._unsaved.popleft()[1]
+        if saved is not None:
+            self._write(saved)
+
+    def rewind(self, position: int) -> None:
+        """Note that the run's record ends at a position now, and that the tool has all of it."""
+        self._unsaved.clear()
+        self._write(min(self._read(), position))
+        self.advance(position)
+
+    def reset(self) -> None:
+        """Note that the tool has nothing of the run."""
+        self.value = 0
+        self.save()
+
+    def save(self) -> None:
+        """Write the position: the tool has saved everything."""
+        self._unsaved.clear()
+        self._write(self.value)
+
+    def _read(self) -> int:
+        if self._file is not None:
+            with suppress(OSError, ValueError):
+                return max(0, int(read_regular_file(self._file, _DIGITS + 1)))
+        return 0
+
+    def _write(self, position: int) -> None:
+        if self._file is None:
+            return
+        with suppress(OSError):
+            self._file.parent.mkdir(exist_ok=True)
+            handle = open_handle(self._file, os.O_WRONLY | os.O_CREAT)
+            try:
+                os.pwrite(handle, b"%0*d\n" % (_DIGITS, position), 0)
+            finally:
+                os.close(handle)
+
+
+# -- the run's record -----------------------------------------------------------------------------
+
+
+def _to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue:
+    """Return a record as trackers get it: with a name and a step, and scalars as floats."""
+    step, _, seconds, name, kind, value = record
+    if type(value) is InvalidValue:
+        text: Any = value.text
+        kind, value = "text", text
+    if kind == "scalar":
+        value = to_float(value)
+    elif kind == "text":
+        value = mask_known_values(to_jsonable(str(value)))
+    elif kind == "image":
+        value = (folder or Path()) / str(record[5]["path"])
+    name = name if type(name) is str else str(to_jsonable(name))
+    return TrackedValue(_to_int(step), to_jsonable(name) or "_", kind, value, seconds)
+
+
+def _to_int(step: Any) -> int:
+    """Return a step as the tools can store it: an integer of 64 bits."""
+    try:
+        return max(-_MAX_STEP, min(_MAX_STEP, int(step)))
+    except (TypeError, ValueError, OverflowError):
+        return 0
+
+
+def _read_range(file: Path, start: int, end: int) -> Iterator[tuple[list[MetricRecord], int]]:
+    """Yield the records between two positions of a metrics log, some at a time.
+
+    Each time with the position behind them. Lines that are damaged are left out.
+    """
+    records: list[MetricRecord] = []
+    with open_regular_file(file) as lines:
+        position = lines.seek(start)
+        while position < end and (line := lines.readline(file_limits.line_bytes)):
+            position += len(line)
+            with suppress(ValueError):
+                if (record := _to_metric_record(parse_json(line))) is not None:
+                    records.append(record)
+            if len(records) == _BATCH:
+                yield records, position
+                records = []
+    if records:
+        yield records, position
+
+
+def read_from_step(file: Path, step: int | None, most: int) -> tuple[int, list[MetricRecord]]:
+    """Return the last records of a metrics log that are not before a step, and that step.
+
+    The step is by default that of the last record.
+    """
+    found: list[MetricRecord] = []
+    for fields in read_jsonl_backwards(file):
+        record = _to_metric_record(fields)
+        if record is None:
+            continue
+        step = record[0] if step is None else step
+        if record[0] < step or len(found) >= most:
+            break
+        found.append(record)
+    return step or 0, found[::-1]
+
+
+def _to_metric_record(fields: Any) -> MetricRecord | None:
+    """Return a line of a metrics log as it was logged; None if it is not one."""
+    is_record = isinstance(fields, Mapping) and fields.get("v") == VERSION
+    if not is_record or find_metric_problem(fields) is not None:
+        return None
+    step: Any = fields.get("step")
+    seconds: Any = fields.get("time")
+    if type(step) is not int or not is_finite_number(seconds):
+        return None
+    value: Any = fields["value"]
+    if fields["kind"] == "scalar" and isinstance(value, str):
+        value = float(value)  # "NaN", "Infinity"
+    return step, fields.get("epoch"), seconds, fields["name"], fields["kind"], value

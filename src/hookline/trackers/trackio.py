@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.trackers.refused_values import log_each
-from hookline.trackers.tracker import TrackedRun, TrackedValue
+from hookline.trackers.tracker import RowTracker, TrackedRun, TrackedValue
 
 __all__ = ["TrackioTracker"]
 
 
-class TrackioTracker:
+class TrackioTracker(RowTracker):
     """Writes a run of trackio, which `trackio show` opens.
 
     Args:
@@ -26,11 +25,10 @@ class TrackioTracker:
     def __init__(
         self, project: str = "hookline", checkpoints: bool = False, **options: Any
     ) -> None:
+        super().__init__()
         self._project, self._checkpoints, self._options = project, checkpoints, options
         self._run: Any = None
         self._id = ""
-        self._row: dict[str, Any] = {}  # of the step that is being logged
-        self._step = 0
         self._problem: str | None = None  # what it could not write
         self.is_continued = True
 
@@ -67,24 +65,25 @@ class TrackioTracker:
             raise OSError(problem)
 
     def log(self, values: Sequence[TrackedValue]) -> None:
-        """Log one row for each step; a name that a step has twice begins another row."""
-        try:
-            log_each(self._add, values)
-        finally:
-            self._log_row()
+        """Log one row for each step."""
+        super().log(values)
         self._raise_problem()
 
-    def _add(self, value: TrackedValue) -> None:
-        converted = _convert(value)
-        if self._row and (self._step != value.step or value.name in self._row):
-            self._log_row()
-        self._step = value.step
-        self._row[value.name] = converted
+    def _convert(self, value: TrackedValue) -> tuple[str, Any]:
+        import trackio
 
-    def _log_row(self) -> None:
-        row, self._row = self._row, {}
-        if row:
-            self._run.log(row, step=self._step)
+        converted = value.value
+        if value.kind == "histogram":
+            pair = (converted["counts"], converted["edges"])
+            converted = trackio.Histogram(np_histogram=pair)
+        elif value.kind == "text":
+            converted = trackio.Markdown(converted)
+        elif value.kind == "image":
+            converted = trackio.Image(str(converted))
+        return value.name, converted
+
+    def _log_row(self, row: Mapping[str, Any], step: int, seconds: float) -> None:
+        self._run.log(row, step=step)
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as an artifact, if that was chosen."""
@@ -97,14 +96,3 @@ class TrackioTracker:
         """Write what is left, and end the run."""
         self._run.finish()
         self._raise_problem()
-
-
-def _convert(value: TrackedValue) -> Any:
-    import trackio
-
-    if value.kind == "histogram":
-        counts, edges = value.value["counts"], value.value["edges"]
-        return trackio.Histogram(np_histogram=(counts, edges))
-    if value.kind == "text":
-        return trackio.Markdown(value.value)
-    return trackio.Image(str(value.value)) if value.kind == "image" else value.value

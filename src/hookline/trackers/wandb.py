@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hookline.trackers.refused_values import log_each
-from hookline.trackers.tracker import TrackedRun, TrackedValue
+from hookline.trackers.tracker import RowTracker, TrackedRun, TrackedValue
 
 __all__ = ["STEP_AXIS", "WandbTracker"]
 
@@ -22,7 +21,7 @@ _OWN_NAMES = (STEP_AXIS, "_step", "_timestamp", "_runtime", "_wandb")
 _LEFT_OUT = ("config", "packages", "training", "hooks", "parts", "sources", "parameter_names")
 
 
-class WandbTracker:
+class WandbTracker(RowTracker):
     """Writes a run of Weights & Biases, or into one that the program has started already.
 
     Args:
@@ -35,10 +34,10 @@ class WandbTracker:
     unsaved_seconds = 20.0  # it writes its file every 15 seconds
 
     def __init__(self, checkpoints: bool = False, **options: Any) -> None:
+        super().__init__()
         self._checkpoints, self._options = checkpoints, options
         self._run: Any = None
         self.log_to_run: Any = None  # W&B's own
-        self._row: dict[str, Any] = {}  # of the step that is being logged
         self.is_continued = True
         self.is_own = False
         self._defined: set[str] = set()
@@ -58,7 +57,7 @@ class WandbTracker:
         else:
             self._run = active
         self.is_continued = run.saved.get("id", self._run.id) == self._run.id
-        self._defined, self._row, self._id = set(), {}, run.id
+        self._defined, self._id = set(), run.id
         self._run.define_metric(STEP_AXIS, hidden=True)
         facts = {name: value for name, value in run.manifest.items() if name not in _LEFT_OUT}
         config = {**run.hyperparameters, "hookline": facts}
@@ -107,25 +106,24 @@ class WandbTracker:
                 if "*" not in name:  # which would stand for many names
                     self._run.define_metric(name, step_metric=STEP_AXIS, step_sync=False)
 
-    def log(self, values: Sequence[TrackedValue]) -> None:
-        """Log one row for each step; a name that a step has twice begins another row."""
-        try:
-            log_each(self._add, values)
-        finally:
-            self._log_row()
+    def _convert(self, value: TrackedValue) -> tuple[str, Any]:
+        import wandb
 
-    def _add(self, value: TrackedValue) -> None:
-        name = f"{value.name}_" if value.name in _OWN_NAMES else value.name
-        converted = _convert(value)
-        if self._row and (self._row[STEP_AXIS] != value.step or name in self._row):
-            self._log_row()
+        name, converted = value.name, value.value
+        if name in _OWN_NAMES:
+            name += "_"
+        if value.kind == "histogram":
+            import numpy as np
+
+            counts, edges = converted["counts"], converted["edges"]
+            converted = wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
+        elif value.kind == "image":
+            converted = wandb.Image(str(converted))
         self._define([name])
-        self._row |= {STEP_AXIS: value.step, name: converted, "_timestamp": value.time}
+        return name, converted
 
-    def _log_row(self) -> None:
-        row, self._row = self._row, {}
-        if row:
-            self.log_to_run(row)
+    def _log_row(self, row: Mapping[str, Any], step: int, seconds: float) -> None:
+        self.log_to_run({STEP_AXIS: step, **row, "_timestamp": seconds})
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Log a checkpoint as an artifact, if that was chosen."""
@@ -155,14 +153,3 @@ def _find_tracker(run: Any) -> WandbTracker | None:
     """Return the tracker that writes a run, if one does."""
     tracker = getattr(getattr(run, "log", None), "__self__", None)
     return tracker if isinstance(tracker, WandbTracker) else None
-
-
-def _convert(value: TrackedValue) -> Any:
-    import wandb
-
-    if value.kind == "histogram":
-        import numpy as np
-
-        counts, edges = value.value["counts"], value.value["edges"]
-        return wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
-    return wandb.Image(str(value.value)) if value.kind == "image" else value.value

@@ -24,14 +24,13 @@ from hookline.errors import CheckpointError, RunError
 from hookline.loop.saved_state import check_trainer_state
 from hookline.masking import mask_secrets
 from hookline.printable import printable
-from hookline.runs.crash_loop import check_crash_loop
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.manifest import read_run_manifest
 from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
 from hookline.runs.run_reader import OpenedRun
-from hookline.runs.unfinished_runs import find_unfinished_run
+from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
 from hookline.tensors.sharded import is_sharded
 from hookline.trainer.strategies import parameters_of
 

@@ -69,8 +69,7 @@ from hookline.loop.rank_sync import RankMetrics
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
 from hookline.loop.weight_sharing import share_buffers
-from hookline.runs.run import Kind
-from hookline.runs.run_elsewhere import RunElsewhere
+from hookline.runs.run import Kind, RemoteRun
 from hookline.runs.run_lookup import shorten_path
 from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.checks import (
@@ -697,7 +696,7 @@ class Trainer:
             self.position.per_sample_seed = config.seed or 0
         started = processes.call_on_main(lambda: start_record(self, identity, restored, parent))
         run = loop.record.run
-        context.run = RunElsewhere(*started) if started and run is None else run
+        context.run = RemoteRun(*started) if started and run is None else run
         loop.record.start_monitor(self.device, self.hooks, lambda: context.known("tokens_seen"))
         if not self.strategy.alone and config.slow_rank_seconds is not None:
             place = self._find_place

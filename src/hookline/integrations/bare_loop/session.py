@@ -246,9 +246,8 @@ class Session:
             self._identity = self._make_identity()
 
     def _make_identity(self) -> Identity:
-        from hookline.runs.identity import Identity
+        from hookline.runs.identity import Identity, describe_training, list_parameters
         from hookline.runs.jsonable import to_jsonable
-        from hookline.runs.training_description import describe_training, list_parameters
 
         given = to_jsonable(self.loop.context.known("config"))
         config = given if isinstance(given, dict) else {} if given is None else {"config": given}
