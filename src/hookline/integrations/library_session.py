@@ -48,6 +48,7 @@ class LibrarySession(Session):
         find_loaded_path: returns the path of the checkpoint that is read; None if unknown.
 
     Attributes:
+        is_connected: whether the trainer has begun to train, and its model is watched.
         ends_for_signal: whether training ends because a process has received a signal; None while
             it does not end.
     """
@@ -73,7 +74,7 @@ class LibrarySession(Session):
         self._phases.other_metrics = batch_metrics
         self._logged_in_steps: dict[str, Any] = {}
         self._logged_otherwise: dict[str, Any] = {}  # at the end of an epoch or validation
-        self._is_connected = False
+        self.is_connected = False
         self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
         self._known_before: tuple[int | None, int | None] = (None, None)  # before a validation
         self._unwatched: torch.optim.Optimizer | None = None  # that the user was told about
@@ -105,12 +106,7 @@ class LibrarySession(Session):
     @property
     def is_training(self) -> bool:
         """Whether the trainer trains with these hooks."""
-        return self.started and not self._ended
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the trainer has begun to train, and its model is watched."""
-        return self._is_connected
+        return self.started and not self.has_ended
 
     @property
     def is_validating(self) -> bool:
@@ -136,19 +132,19 @@ class LibrarySession(Session):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._is_connected:
+        if self.is_connected:
             super().__exit__(kind, error, traceback)
-        elif not self._ended:  # it has not trained, and may do so later without these hooks
+        elif not self.has_ended:  # it has not trained, and may do so later without these hooks
             self.abandon(error)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End training, after this error, if there is one; unless the trainer has not begun."""
-        if self._is_connected:
+        if self.is_connected:
             self.__exit__(None if error is None else type(error), error, None)
 
     def begin(self) -> None:
         """Start training (`on_train_start`), when the trainer has started it."""
-        if self._is_connected:
+        if self.is_connected:
             super().begin()
 
     def connect(
@@ -174,7 +170,7 @@ class LibrarySession(Session):
             ends_with_batch: whether a batch ends a step in which some of the optimizers have not
                 stepped.
         """
-        if self._is_connected or self._ended:
+        if self.is_connected or self.has_ended:
             raise LoopError(
                 f"{self.library.name} has started a second training, and a session belongs to one. "
                 "Attach again before each: `hookline.attach(trainer, …)`."
@@ -188,7 +184,7 @@ class LibrarySession(Session):
         state = self.loop.state
         state.optimizers, state.schedulers, state.scaler = optimizers, self.schedulers, scaler
         self._connect(called)
-        self._is_connected = True
+        self.is_connected = True
         self._watch.ends_with_batch = ends_with_batch
         if self._allow_missing:
             self._watch.checks.allow_missing = True
@@ -246,7 +242,7 @@ class LibrarySession(Session):
 
     def warn_about_copy(self) -> None:
         """Log that the copy of a trainer has no hooks, unless they are done anyway."""
-        if not self._ended:
+        if not self.has_ended:
             log.warning(
                 "The copy of %s has no hooks: they belong to one training. Attach others to it, "
                 "`hookline.attach(copy, …)`.",
@@ -255,17 +251,17 @@ class LibrarySession(Session):
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from the trainer's objects."""
-        if self._ended:
+        if self.has_ended:
             if self.loop.is_forked:
                 self._cleanup.close()
             return
         try:
-            if self._is_connected:
+            if self.is_connected:
                 super().detach()
             else:
                 if self.status == "training":  # the trainer had nothing to train
                     self.loop.context.status = "completed"
-                self._ended = True
+                self.has_ended = True
                 self._leave_loop()
         finally:  # until here, signals are only noted: the run is closed
             self._cleanup.close()
@@ -280,7 +276,7 @@ class LibrarySession(Session):
 
     def stop(self, reason: str = "") -> None:
         """Ask the trainer to end training after the step in progress; the first reason is kept."""
-        if not self._is_connected:
+        if not self.is_connected:
             raise LoopError(f"{self.library.name} has not started training, so nothing can stop.")
         super().stop(reason)
 

@@ -32,6 +32,7 @@ from hookline.integrations.bare_loop.clip_watch import (
     Versions,
     clip_patch,
     gradient_versions,
+    version_of,
 )
 from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
@@ -682,10 +683,7 @@ def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
     gradients = gradients_of(optimizer)
     if len(before) != len(gradients):
         return True
-    return any(
-        (id(gradient), gradient._version) != version
-        for gradient, version in zip(gradients, before, strict=True)
-    )
+    return any(version_of(g) != version for g, version in zip(gradients, before, strict=True))
 
 
 def _for_outer_steps(
