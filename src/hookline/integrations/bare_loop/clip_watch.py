@@ -32,7 +32,10 @@ _thread = threading.local()
 
 def gradient_versions(optimizer: torch.optim.Optimizer) -> Versions:
     """Return a value that differs after a gradient was changed in place or replaced."""
-    return tuple(map(version_of, gradients_of(optimizer)))
+    return tuple(
+        (id(g), g._version) if type(g) is torch.Tensor else version_of(g)  # a call takes longer
+        for g in gradients_of(optimizer)
+    )
 
 
 def version_of(gradient: torch.Tensor) -> tuple[int, int]:
