@@ -19,7 +19,7 @@ import torch
 from hookline.context import LazyFloat, to_float
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.integrations.bare_loop.loop_phases import Batch
-from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.bare_loop.session import Session, is_single_number
 from hookline.integrations.library import Library, with_common_names
 from hookline.interrupts import HeldInterrupts
 from hookline.loop.means import Means
@@ -160,15 +160,9 @@ class LibrarySession(Session):
     ) -> None:
         """Watch what the trainer trains; call `begin` when everything is restored.
 
-        Args:
-            model: the model, as hooks get it.
-            optimizers: the optimizers.
-            schedulers: the learning-rate schedulers.
-            scaler: what scales the loss.
-            signals: signals to stop at, apart from SIGINT; None if signals are left alone.
-            called: what the trainer calls, where this is not the model itself.
-            ends_with_batch: whether a batch ends a step in which some of the optimizers have not
-                stepped.
+        Training stops at SIGINT and these `signals`; None leaves signals alone. `called` is what
+        the trainer calls, where this is not the model itself. With `ends_with_batch`, a batch ends
+        a step in which some of the optimizers have not stepped.
         """
         if self.is_connected or self.has_ended:
             raise LoopError(
@@ -419,7 +413,7 @@ class LibrarySession(Session):
 
     def record_values(self, values: Mapping[str, Any]) -> None:
         """Record what the trainer has logged, under its own names."""
-        own = {name: value for name, value in values.items() if _is_number(value)}
+        own = {name: value for name, value in values.items() if is_single_number(value)}
         self.loop.record.metrics(self.step, self.loop.context.known("epoch"), own)
 
     # -- validation -------------------------------------------------------------------------------
@@ -480,10 +474,8 @@ class LibrarySession(Session):
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the trainer, before `begin`.
 
-        Args:
-            path: the trainer's checkpoint.
-            state: what `collect_state` returned when it was saved; None if it has none.
-            step: completed steps, as the trainer counts them.
+        The state is what `collect_state` returned; None if the checkpoint has none. Completed
+        steps are those that the trainer has counted.
         """
         if state is None:
             log.warning(
@@ -521,9 +513,3 @@ class LibrarySession(Session):
     def _find_loaded_path(self) -> Path:
         path = None if self._loaded_path is None else self._loaded_path()
         return super()._find_loaded_path() if path is None else path
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
 
-__all__ = ["Session"]
+__all__ = ["Session", "is_single_number"]
 
 log = logging.getLogger("hookline")
 T = TypeVar("T")
@@ -151,7 +151,6 @@ class Session:
         self._unreported: list[Any] = []  # values of steps that were not recorded when it was saved
         self._identity: Identity | None = None
         self._undo = ExitStack()  # what was attached to model, optimizers and scaler, and the run
-        self._cancel_detach_at_exit: Callable[[], None] | None = None
         self._termination: TerminationWatch | None = None
         self._handler_cleanup: weakref.finalize[..., Session] | None = None
         self._generation: GenerationWatch | None = None
@@ -348,8 +347,6 @@ class Session:
         self.loop.stop_listening()
         self.hooks.run_ended()
         stay_in_forks(self.loop)
-        if self._cancel_detach_at_exit is not None:
-            self._cancel_detach_at_exit()
 
     def _stop_watching_termination(self) -> None:
         if self._termination is not None:
@@ -398,17 +395,9 @@ class Session:
         if not self.loop.ranks.is_alone and self.status != "preempted":
             self.loop.ranks.processes.report_error(error)
         try:
-            self._end_quietly(self._fire_exception)
+            _end_quietly(self._fire_exception)
         finally:  # also after a second Ctrl-C
-            self._end_quietly(self.detach)
-
-    @staticmethod
-    def _end_quietly(end: Callable[[], None]) -> None:
-        """Call this; if a hook fails, the user's own error matters more, and is raised."""
-        try:
-            end()
-        except HooklineError:
-            log.exception("A hook failed at the end of training.")
+            _end_quietly(self.detach)
 
     def _set_failed(self, error: BaseException) -> None:
         self.loop.context.exception = error
@@ -446,7 +435,7 @@ class Session:
         self._start_saving()
         with AllowedInterrupts():
             self._start_record()
-        self._cancel_detach_at_exit = _detach_at_exit(self)
+        self._undo.callback(_detach_at_exit(self))
         self.started = True
         loop.phase = Phase.IN_STEP
         leave_in_forks(loop)
@@ -1205,7 +1194,7 @@ class Session:
                 advice = self._requirements.calls["run"]
                 log.warning("'%s' and what is logged like it is not kept. %s", name, advice)
             return
-        if not _is_number(value):
+        if not is_single_number(value):
             raise ArgumentError(
                 f"session.log('{name}', …) takes a number or a tensor with one element, "
                 f"not {describe_value(value)}."
@@ -1275,6 +1264,14 @@ def _uncaught_error() -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
+def _end_quietly(end: Callable[[], None]) -> None:
+    """Call this; if a hook fails, the user's own error matters more, and is raised."""
+    try:
+        end()
+    except HooklineError:
+        log.exception("A hook failed at the end of training.")
+
+
 def _unknown_optimizer(method: str, given: object) -> HooklineError:
     if isinstance(given, torch.optim.Optimizer):
         return LoopError(
@@ -1296,7 +1293,8 @@ def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(model) if isinstance(model, ModelGroup) else [model]
 
 
-def _is_number(value: object) -> bool:
+def is_single_number(value: object) -> bool:
+    """Return whether a value is a number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float | LazyFloat) and not isinstance(value, bool)

@@ -165,9 +165,7 @@ class SessionSaves:
     def finish(self, *, failed: bool, together: bool) -> None:
         """Save what was requested, wait for what is being written, and report it.
 
-        Args:
-            failed: whether the loop ended with an exception.
-            together: whether all ranks end now, of several that train together.
+        After an exception (`failed`), nothing more is saved; `together` if all ranks end now.
         """
         self._boundary.stop()
         loop = self._loop
@@ -236,11 +234,7 @@ class SessionSaves:
     ) -> Path | None:
         """Return the checkpoint to load; None if "auto" finds nothing to continue.
 
-        Args:
-            given: a checkpoint, a run or "auto".
-            runs: the folder for runs, or a run that is open for writing.
-            identity: what the loop trains, to find a run by.
-            others: the same, as earlier versions would have described it.
+        A run is found by its identity, or as earlier versions would have described it (`others`).
         """
         context = self._loop.context
         if trains_together(context.model, context.optimizers):
