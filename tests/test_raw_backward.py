@@ -115,3 +115,24 @@ def test_a_parameter_that_gets_no_gradient_does_not_end_accumulation():
     with hookline.attach(model, optimizer, hooks=[hook]):
         losses = loop(model, optimizer, lambda model, x: model(x), per_step=2, steps=1)
     assert hook.told[0][1]["loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_the_loss_is_seen_where_the_optimizer_steps_within_backward():
+    hook = recorder("on_after_backward", on_step_end=("loss", "step"))
+    model = nn.Linear(8, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.weight.register_post_accumulate_grad_hook(step)
+    losses = []
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, _ in batches(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+    steps = [told[1] for told in hook.told if told[0] == "on_step_end"]
+    assert [(step["step"], step["loss"]) for step in steps] == list(enumerate(losses, 1))
+    assert hook.told.count("on_after_backward") == 3

@@ -142,6 +142,15 @@ def test_hooks_that_ask_lbfgs_for_the_gradients_it_uses_are_refused(hook):
     assert session.hooks.list_hooks() == []
 
 
+def test_a_refusal_of_lbfgs_has_all_reasons_at_once():
+    model, _ = make()
+    hook = recorder("on_gradients_ready", on_step_end=("config",), on_train_end=("run",))
+    with pytest.raises(LoopError) as refused:
+        hookline.attach(model, torch.optim.LBFGS(model.parameters()), hooks=[hook])
+    for reason in ("LBFGS evaluates its closure", "attach(…, config=…)", "attach(…, runs='runs')"):
+        assert reason in str(refused.value)
+
+
 # -- compiling ------------------------------------------------------------------------------------
 
 EVERYTHING = (

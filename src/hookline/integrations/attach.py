@@ -34,8 +34,8 @@ from hookline.dispatch import HookManager, HookSettings
 from hookline.errors import ArgumentError, listed
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.loop_checks import saves_checkpoints
+from hookline.integrations.bare_loop.loop_parts import accumulated_batches, loop_parts
 from hookline.integrations.bare_loop.session import Session
-from hookline.integrations.loop_parts import accumulated_batches, loop_parts
 from hookline.interrupts import HeldInterrupts
 
 if TYPE_CHECKING:

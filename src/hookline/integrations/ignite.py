@@ -32,9 +32,9 @@ from hookline.checkpoint.atomic_files import sync
 from hookline.context import to_float
 from hookline.errors import ArgumentError
 from hookline.integrations.attach import session_options
+from hookline.integrations.bare_loop.loop_parts import loop_parts
 from hookline.integrations.library import Library, of_phase
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.loop_parts import loop_parts
 from hookline.integrations.patches import WrappedMethods
 from hookline.loop.signals import SignalWatch
 

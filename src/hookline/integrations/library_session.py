@@ -19,7 +19,7 @@ import torch
 from hookline.context import LazyFloat, to_float
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.integrations.bare_loop.loop_phases import Batch
-from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.bare_loop.session import Session, is_single_number
 from hookline.integrations.library import Library, with_common_names
 from hookline.interrupts import HeldInterrupts
 from hookline.loop.means import Means
@@ -48,6 +48,7 @@ class LibrarySession(Session):
         find_loaded_path: returns the path of the checkpoint that is read; None if unknown.
 
     Attributes:
+        is_connected: whether the trainer has begun to train, and its model is watched.
         ends_for_signal: whether training ends because a process has received a signal; None while
             it does not end.
     """
@@ -73,7 +74,7 @@ class LibrarySession(Session):
         self._phases.other_metrics = batch_metrics
         self._logged_in_steps: dict[str, Any] = {}
         self._logged_otherwise: dict[str, Any] = {}  # at the end of an epoch or validation
-        self._is_connected = False
+        self.is_connected = False
         self._loaded: tuple[Path, Mapping[str, Any]] | None = None  # restored when it is connected
         self._known_before: tuple[int | None, int | None] = (None, None)  # before a validation
         self._unwatched: torch.optim.Optimizer | None = None  # that the user was told about
@@ -105,12 +106,7 @@ class LibrarySession(Session):
     @property
     def is_training(self) -> bool:
         """Whether the trainer trains with these hooks."""
-        return self.started and not self._ended
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the trainer has begun to train, and its model is watched."""
-        return self._is_connected
+        return self.started and not self.has_ended
 
     @property
     def is_validating(self) -> bool:
@@ -136,19 +132,19 @@ class LibrarySession(Session):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._is_connected:
+        if self.is_connected:
             super().__exit__(kind, error, traceback)
-        elif not self._ended:  # it has not trained, and may do so later without these hooks
+        elif not self.has_ended:  # it has not trained, and may do so later without these hooks
             self.abandon(error)
 
     def leave(self, error: BaseException | None = None) -> None:
         """End training, after this error, if there is one; unless the trainer has not begun."""
-        if self._is_connected:
+        if self.is_connected:
             self.__exit__(None if error is None else type(error), error, None)
 
     def begin(self) -> None:
         """Start training (`on_train_start`), when the trainer has started it."""
-        if self._is_connected:
+        if self.is_connected:
             super().begin()
 
     def connect(
@@ -164,17 +160,11 @@ class LibrarySession(Session):
     ) -> None:
         """Watch what the trainer trains; call `begin` when everything is restored.
 
-        Args:
-            model: the model, as hooks get it.
-            optimizers: the optimizers.
-            schedulers: the learning-rate schedulers.
-            scaler: what scales the loss.
-            signals: signals to stop at, apart from SIGINT; None if signals are left alone.
-            called: what the trainer calls, where this is not the model itself.
-            ends_with_batch: whether a batch ends a step in which some of the optimizers have not
-                stepped.
+        Training stops at SIGINT and these `signals`; None leaves signals alone. `called` is what
+        the trainer calls, where this is not the model itself. With `ends_with_batch`, a batch ends
+        a step in which some of the optimizers have not stepped.
         """
-        if self._is_connected or self._ended:
+        if self.is_connected or self.has_ended:
             raise LoopError(
                 f"{self.library.name} has started a second training, and a session belongs to one. "
                 "Attach again before each: `hookline.attach(trainer, …)`."
@@ -188,7 +178,7 @@ class LibrarySession(Session):
         state = self.loop.state
         state.optimizers, state.schedulers, state.scaler = optimizers, self.schedulers, scaler
         self._connect(called)
-        self._is_connected = True
+        self.is_connected = True
         self._watch.ends_with_batch = ends_with_batch
         if self._allow_missing:
             self._watch.checks.allow_missing = True
@@ -246,7 +236,7 @@ class LibrarySession(Session):
 
     def warn_about_copy(self) -> None:
         """Log that the copy of a trainer has no hooks, unless they are done anyway."""
-        if not self._ended:
+        if not self.has_ended:
             log.warning(
                 "The copy of %s has no hooks: they belong to one training. Attach others to it, "
                 "`hookline.attach(copy, …)`.",
@@ -255,17 +245,17 @@ class LibrarySession(Session):
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from the trainer's objects."""
-        if self._ended:
+        if self.has_ended:
             if self.loop.is_forked:
                 self._cleanup.close()
             return
         try:
-            if self._is_connected:
+            if self.is_connected:
                 super().detach()
             else:
                 if self.status == "training":  # the trainer had nothing to train
                     self.loop.context.status = "completed"
-                self._ended = True
+                self.has_ended = True
                 self._leave_loop()
         finally:  # until here, signals are only noted: the run is closed
             self._cleanup.close()
@@ -280,7 +270,7 @@ class LibrarySession(Session):
 
     def stop(self, reason: str = "") -> None:
         """Ask the trainer to end training after the step in progress; the first reason is kept."""
-        if not self._is_connected:
+        if not self.is_connected:
             raise LoopError(f"{self.library.name} has not started training, so nothing can stop.")
         super().stop(reason)
 
@@ -423,7 +413,7 @@ class LibrarySession(Session):
 
     def record_values(self, values: Mapping[str, Any]) -> None:
         """Record what the trainer has logged, under its own names."""
-        own = {name: value for name, value in values.items() if _is_number(value)}
+        own = {name: value for name, value in values.items() if is_single_number(value)}
         self.loop.record.metrics(self.step, self.loop.context.known("epoch"), own)
 
     # -- validation -------------------------------------------------------------------------------
@@ -484,10 +474,8 @@ class LibrarySession(Session):
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the trainer, before `begin`.
 
-        Args:
-            path: the trainer's checkpoint.
-            state: what `collect_state` returned when it was saved; None if it has none.
-            step: completed steps, as the trainer counts them.
+        The state is what `collect_state` returned; None if the checkpoint has none. Completed
+        steps are those that the trainer has counted.
         """
         if state is None:
             log.warning(
@@ -525,9 +513,3 @@ class LibrarySession(Session):
     def _find_loaded_path(self) -> Path:
         path = None if self._loaded_path is None else self._loaded_path()
         return super()._find_loaded_path() if path is None else path
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -24,6 +24,7 @@ from hookline.errors import LoopError
 from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
+from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
 from hookline.integrations.library import Library, with_common_names
 from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.lightning_checkpoints import SavedCheckpoints
@@ -32,7 +33,6 @@ from hookline.integrations.lightning_package import (
     called_parts,
     find_package,
 )
-from hookline.integrations.loop_parts import unwrap_optimizer
 from hookline.loop.model_watch import CalledModules
 from hookline.loop.rank_sync import is_sharded_loop, trains_together
 from hookline.tensors.full_tensor import full_tensor

@@ -33,9 +33,9 @@ from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
+from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
 from hookline.integrations.library import Library
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.loop_parts import unwrap_optimizer
 from hookline.integrations.patches import WrappedMethods
 
 __all__ = ["LIBRARY", "HooklineCallback", "attach_to_trainer"]

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.dispatch import Summary
-from hookline.runs.identity import Identity
+from hookline.runs.identity import Identity, describe_training, list_parameters
 from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
-from hookline.runs.identity import describe_training, list_parameters
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer

@@ -26,7 +26,11 @@ class BackwardListener(Protocol):
         ...
 
     def after_backward(self, before: Any) -> None:
-        """Handle a backward that has ended; it is not called after an exception."""
+        """Handle a backward that has ended."""
+        ...
+
+    def backward_failed(self) -> None:
+        """Forget a backward that has ended with an exception."""
         ...
 
 
@@ -46,7 +50,12 @@ def _replace(engine: Callable[..., Any]) -> Callable[..., Any]:
         loss = outputs[0] if len(outputs) == 1 and isinstance(outputs[0], torch.Tensor) else None
         loss = None if loss is None or loss.numel() != 1 else loss
         before = [(listener, listener.before_backward(loss)) for listener in backward_patch]
-        result = engine(outputs, *args, **kwargs)
+        try:
+            result = engine(outputs, *args, **kwargs)
+        except BaseException:
+            for listener, _ in before:
+                listener.backward_failed()
+            raise
         for listener, known in before:
             listener.after_backward(known)
         return result

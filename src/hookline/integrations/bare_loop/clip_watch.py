@@ -21,7 +21,7 @@ from hookline.integrations.patches import SharedPatch
 from hookline.loop.event_context import gradients_of
 from hookline.loop.model_watch import active_dynamo
 
-__all__ = ["ClipCall", "ClipListener", "Versions", "clip_patch", "gradient_versions"]
+__all__ = ["ClipCall", "ClipListener", "Versions", "clip_patch", "gradient_versions", "version_of"]
 
 Versions = tuple[tuple[int, int], ...]
 """For each gradient the tensor's id, and how often it was changed in place."""
@@ -32,7 +32,17 @@ _thread = threading.local()
 
 def gradient_versions(optimizer: torch.optim.Optimizer) -> Versions:
     """Return a value that differs after a gradient was changed in place or replaced."""
-    return tuple((id(gradient), gradient._version) for gradient in gradients_of(optimizer))
+    return tuple(
+        (id(g), g._version) if type(g) is torch.Tensor else version_of(g)  # a call takes longer
+        for g in gradients_of(optimizer)
+    )
+
+
+def version_of(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return a gradient's entry in `Versions`; FSDP2 adds to the local part of a sharded one."""
+    if type(gradient) is torch.Tensor:
+        return id(gradient), gradient._version
+    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
 
 
 @dataclass(slots=True)

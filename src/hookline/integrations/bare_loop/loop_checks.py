@@ -283,8 +283,8 @@ class LoopChecks:
                 "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "
                 "loop and attach it."
             )
-        if problems:
-            raise LoopError(*problems)
+        if problems:  # what else is known before training starts
+            raise LoopError(*problems, *self._requirements.unmet(self._hooks, ("config", "run")))
 
     def _closure_problems(self) -> list[str]:
         """Return a line for hooks on the gradients of LBFGS, which evaluates its closure often."""

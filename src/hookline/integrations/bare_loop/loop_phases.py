@@ -10,6 +10,7 @@ from hookline.context import Metrics
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.loop import Loop
+from hookline.loop.loop_state import StateItem, adapt_means, adapt_tokens
 from hookline.loop.means import Means
 
 __all__ = ["Batch", "LoopPhases"]
@@ -60,6 +61,37 @@ class LoopPhases:
         self.resumed_epoch: int | None = None
         self.epoch_is_over = False
         self.other_metrics: Callable[[], Mapping[str, Any]] | None = None
+
+    def state_items(self) -> list[StateItem]:
+        """Return what a checkpoint has of the epoch in progress."""
+        context = self._loop.context
+
+        def save_means() -> Any:
+            return {} if self.epoch_is_over else context.means.state_dict()
+
+        def load_means(state: Any) -> None:
+            context.means.load_state_dict(state)
+
+        def load_tokens(tokens: int | None) -> None:
+            if tokens is not None:
+                context.tokens_seen = tokens
+                self._requirements.provided.add("tokens")
+
+        def save_epoch() -> int | None:
+            epoch: int | None = context.known("epoch")
+            return epoch + 1 if epoch is not None and self.epoch_is_over else epoch
+
+        def load_epoch(epoch: int | None) -> None:
+            context.provide("epoch", epoch - 1 if epoch else None)
+            self.resumed_epoch = epoch
+
+        return [
+            StateItem("means", save_means, load_means, adapt_means),
+            StateItem(
+                "tokens_seen", lambda: context.known("tokens_seen"), load_tokens, adapt_tokens
+            ),
+            StateItem("epoch", save_epoch, load_epoch),
+        ]
 
     # -- batches ----------------------------------------------------------------------------------
 

@@ -11,12 +11,14 @@ The file is long because it is the list of what a loop may call, each with its c
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -49,7 +51,6 @@ from hookline.errors import (
 )
 from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
-from hookline.integrations.bare_loop.exit_handler import detach_at_exit
 from hookline.integrations.bare_loop.generation import GenerationWatch
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, saves_checkpoints
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
@@ -60,7 +61,7 @@ from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
 from hookline.loop.loop import Loop, Phase, announce
-from hookline.loop.loop_state import SavedAttributes, StateItem, adapt_means, adapt_tokens
+from hookline.loop.loop_state import SavedAttributes, StateItem
 from hookline.loop.model_watch import CalledModules, ModelGroup
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
 
-__all__ = ["Session"]
+__all__ = ["Session", "is_single_number"]
 
 log = logging.getLogger("hookline")
 T = TypeVar("T")
@@ -110,6 +111,8 @@ class Session:
         run: the run and its folder; None without `attach(…, runs=…)`, before training starts, and
             on ranks other than the first.
         started: whether training has started.
+        has_ended: whether training with these hooks has ended.
+        is_in_block: whether a `with` block of this session is being run.
         has_failed_to_start: whether an error or Ctrl-C has ended it in `attach` or
             `on_train_start`.
     """
@@ -147,13 +150,12 @@ class Session:
         self._unreported: list[Any] = []  # values of steps that were not recorded when it was saved
         self._identity: Identity | None = None
         self._undo = ExitStack()  # what was attached to model, optimizers and scaler, and the run
-        self._cancel_detach_at_exit: Callable[[], None] | None = None
         self._termination: TerminationWatch | None = None
         self._handler_cleanup: weakref.finalize[..., Session] | None = None
         self._generation: GenerationWatch | None = None
         self.started = self.has_failed_to_start = False
-        self._ended = self._has_left = False  # hooks are called no more when it has left
-        self._is_in_block = False  # whether a `with` block of this session is being run
+        self.has_ended = self.is_in_block = False
+        self._has_left = False  # hooks are called no more
         self._warned_late_log = self._warned_no_run = False
         if optimizers:
             self._describe()
@@ -200,16 +202,6 @@ class Session:
             for session in (self, other)
         )
         return mine == others and not other.has_ended and not other.is_in_block
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether training with these hooks has ended."""
-        return self._ended
-
-    @property
-    def is_in_block(self) -> bool:
-        """Whether a `with` block of this session is being run."""
-        return self._is_in_block
 
     def is_equal_to(self, other: Session) -> bool:
         """Return whether another session has equal hooks, in name, class and options, and runs."""
@@ -294,26 +286,7 @@ class Session:
 
     def _state_items(self) -> list[StateItem]:
         """Return the items of a checkpoint's state that our own trainer does not have, or else."""
-        context, record, phases = self.loop.context, self.loop.record, self._phases
-
-        def save_means() -> Any:
-            return {} if phases.epoch_is_over else context.means.state_dict()
-
-        def save_epoch() -> int | None:
-            epoch: int | None = context.known("epoch")
-            return epoch + 1 if epoch is not None and phases.epoch_is_over else epoch
-
-        def load_epoch(epoch: int | None) -> None:
-            context.provide("epoch", epoch - 1 if epoch else None)
-            phases.resumed_epoch = epoch
-
-        def load_tokens(tokens: int | None) -> None:
-            if tokens is not None:
-                context.tokens_seen = tokens
-                self._requirements.provided.add("tokens")
-
-        def load_means(state: Any) -> None:
-            context.means.load_state_dict(state)
+        record = self.loop.record
 
         def load_random(state: Any) -> None:
             if state:
@@ -322,13 +295,8 @@ class Session:
         def load_unreported(values: Any) -> None:
             self._unreported = list(values)
 
-        def save_tokens() -> Any:
-            return context.known("tokens_seen")
-
         return [
-            StateItem("means", save_means, load_means, adapt_means),
-            StateItem("tokens_seen", save_tokens, load_tokens, adapt_tokens),
-            StateItem("epoch", save_epoch, load_epoch),
+            *self._phases.state_items(),
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", self._own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
@@ -363,7 +331,7 @@ class Session:
         with HeldInterrupts():
             status = "stopped" if error is None else self._status_after(error)
             self.loop.context.status = status
-            self._ended = self.has_failed_to_start = True
+            self.has_ended = self.has_failed_to_start = True
             self._leave_loop()
 
     def _leave_loop(self) -> None:
@@ -379,8 +347,6 @@ class Session:
         self.loop.stop_listening()
         self.hooks.run_ended()
         self.loop.stay_in_forks()
-        if self._cancel_detach_at_exit is not None:
-            self._cancel_detach_at_exit()
 
     def _stop_watching_termination(self) -> None:
         if self._termination is not None:
@@ -399,7 +365,7 @@ class Session:
         try:
             self._check_not_ended()
             self._watch.checks.on_refusal = None  # the error leaves the block
-            self._is_in_block = True
+            self.is_in_block = True
             self.begin()
             return self  # noqa: TRY300  Ctrl-C may come before this
         except BaseException as error:
@@ -415,13 +381,13 @@ class Session:
         try:
             self._end_after(error)
         except BaseException as later:
-            if not self._ended:  # Ctrl-C before anything was done
+            if not self.has_ended:  # Ctrl-C before anything was done
                 self._end_after(later)
             raise
 
     def _end_after(self, error: BaseException | None) -> None:
         """End training, after this error, if there is one."""
-        if error is None or self._ended:
+        if error is None or self.has_ended:
             self.detach()
             return
         self.hooks.raise_on_missing_args = False  # one error is enough
@@ -429,17 +395,9 @@ class Session:
         if not self.loop.ranks.is_alone and self.status != "preempted":
             self.loop.ranks.processes.report_error(error)
         try:
-            self._end_quietly(self._fire_exception)
+            _end_quietly(self._fire_exception)
         finally:  # also after a second Ctrl-C
-            self._end_quietly(self.detach)
-
-    @staticmethod
-    def _end_quietly(end: Callable[[], None]) -> None:
-        """Call this; if a hook fails, the user's own error matters more, and is raised."""
-        try:
-            end()
-        except HooklineError:
-            log.exception("A hook failed at the end of training.")
+            _end_quietly(self.detach)
 
     def _set_failed(self, error: BaseException) -> None:
         self.loop.context.exception = error
@@ -477,7 +435,7 @@ class Session:
         self._start_saving()
         with AllowedInterrupts():
             self._start_record()
-        self._cancel_detach_at_exit = detach_at_exit(self)
+        self._undo.callback(_detach_at_exit(self))
         self.started = True
         loop.phase = Phase.IN_STEP
         loop.leave_in_forks()
@@ -494,7 +452,7 @@ class Session:
         self._watch.start()
 
     def _check_not_ended(self) -> None:
-        if self._ended:
+        if self.has_ended:
             raise LoopError(
                 "This session has ended, so its hooks would not be called. Attach again: "
                 "`with hookline.attach(…) as session:`."
@@ -596,11 +554,11 @@ class Session:
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from model, optimizers and scaler."""
-        if self._ended:
+        if self.has_ended:
             return
         context = self.loop.context
         with HeldInterrupts():
-            self._ended = True
+            self.has_ended = True
             try:
                 with AllowedInterrupts():
                     self._end_training()
@@ -657,7 +615,7 @@ class Session:
                 self._saves.save_requested()
 
     def _leave_in_fork(self) -> None:
-        self._ended = True
+        self.has_ended = True
         self._stop.needs_agreement = False
         if self._saves is not None:
             self._saves.leave()
@@ -753,7 +711,7 @@ class Session:
             return
         try:
             dispatch(self.loop.context)
-            if self._saves is not None and not self._ended:
+            if self._saves is not None and not self.has_ended:
                 self._saves.event_ended()
         except NotSuppliedError:
             if self.hooks.raise_on_missing_args:  # for all that is known by now
@@ -1067,7 +1025,7 @@ class Session:
         request = SaveRequest(folder, weights_only)
         if self.loop.is_forked:
             return None
-        if self._ended:
+        if self.has_ended:
             return saves.save(request, extra, wait=True)
         if is_firing(self.loop.context) or self._watch.has_new_gradients:
             saves.request(request, extra)
@@ -1236,7 +1194,7 @@ class Session:
                 advice = self._requirements.calls["run"]
                 log.warning("'%s' and what is logged like it is not kept. %s", name, advice)
             return
-        if not _is_number(value):
+        if not is_single_number(value):
             raise ArgumentError(
                 f"session.log('{name}', …) takes a number or a tensor with one element, "
                 f"not {describe_value(value)}."
@@ -1280,6 +1238,40 @@ class Session:
             self.log(name, value)
 
 
+def _detach_at_exit(session: Session) -> Callable[[], None]:
+    """End the session when the interpreter exits; return a function that cancels this.
+
+    A script may use `attach` without `with` and never detach. The checkpoint that was requested in
+    the last step is saved then, and the run gets its status.
+    """
+    reference, process = weakref.ref(session), os.getpid()
+
+    def end() -> None:
+        attached = reference()
+        if attached is not None and process == os.getpid():  # a forked process has a copy only
+            error = _uncaught_error()
+            attached.__exit__(type(error) if error is not None else None, error, None)
+
+    atexit.register(end)
+    return partial(atexit.unregister, end)
+
+
+def _uncaught_error() -> BaseException | None:
+    """Return the exception that ended the script."""
+    if hasattr(sys, "ps1"):  # interactive: the last exception has not ended the program
+        return None
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
+
+
+def _end_quietly(end: Callable[[], None]) -> None:
+    """Call this; if a hook fails, the user's own error matters more, and is raised."""
+    try:
+        end()
+    except HooklineError:
+        log.exception("A hook failed at the end of training.")
+
+
 def _unknown_optimizer(method: str, given: object) -> HooklineError:
     if isinstance(given, torch.optim.Optimizer):
         return LoopError(
@@ -1301,7 +1293,8 @@ def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(model) if isinstance(model, ModelGroup) else [model]
 
 
-def _is_number(value: object) -> bool:
+def is_single_number(value: object) -> bool:
+    """Return whether a value is a number, or a tensor with one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float | LazyFloat) and not isinstance(value, bool)

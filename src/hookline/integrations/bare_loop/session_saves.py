@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from hookline.checkpoint import Checkpoint, find_checkpoint
 from hookline.checkpoint.checkpoint_folder import load_checkpoint
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
-from hookline.integrations.bare_loop.step_boundary import StepBoundary
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
-from hookline.loop.model_watch import ModelGroup
+from hookline.loop.model_watch import ModelCallback, ModelGroup
 from hookline.loop.processes import (
     OneProcess,
     broadcast_from_main,
@@ -38,6 +39,7 @@ from hookline.loop.rank_sync import trains_together, wait_for_ranks
 from hookline.loop.saved_state import check_session_state
 from hookline.loop.weak_methods import weak_method
 from hookline.runs.identity import Identity
+from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 
 __all__ = ["SessionSaves", "unwrapped"]
 
@@ -54,7 +56,7 @@ class SessionSaves:
 
     def __init__(self, loop: Loop, watch: StepWatch) -> None:
         self._loop, self._watch = loop, watch
-        self._boundary = StepBoundary(
+        self._boundary = _StepBoundary(
             loop.context.model,
             lambda: watch.model.calls_seen > 0,
             weak_method(self.save_requested),  # else only the garbage collector frees the model
@@ -166,9 +168,7 @@ class SessionSaves:
     def finish(self, *, failed: bool, together: bool) -> None:
         """Save what was requested, wait for what is being written, and report it.
 
-        Args:
-            failed: whether the loop ended with an exception.
-            together: whether all ranks end now, of several that train together.
+        After an exception (`failed`), nothing more is saved; `together` if all ranks end now.
         """
         self._boundary.stop()
         loop = self._loop
@@ -233,11 +233,7 @@ class SessionSaves:
     ) -> Path | None:
         """Return the checkpoint to load; None if "auto" finds nothing to continue.
 
-        Args:
-            given: a checkpoint, a run or "auto".
-            runs: the folder for runs, or a run that is open for writing.
-            identity: what the loop trains, to find a run by.
-            others: the same, as earlier versions would have described it.
+        A run is found by its identity, or as earlier versions would have described it (`others`).
         """
         context = self._loop.context
         if trains_together(context.model, context.optimizers):
@@ -270,6 +266,67 @@ class SessionSaves:
         found, message = find_unfinished_run(Path(os.fspath(runs)), here, *further)
         announce(message)
         return found
+
+
+class _StepBoundary:
+    """Calls back before the next call of the model or of a part of it, once.
+
+    When `optimizer.step()` returns, the loop's schedulers and its scaler have not been updated yet.
+    When a part of the model is called again, or the next step begins, they have.
+
+    Args:
+        is_called: returns whether the loop calls the model itself. Otherwise its parts are watched.
+        reached: the callback.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        is_called: Callable[[], bool],
+        reached: Callable[[], None],
+    ) -> None:
+        self._models = list(model) if isinstance(model, ModelGroup) else [model]
+        self._is_called = is_called
+        self._reached = reached
+        self._handles: list[RemovableHandle] = []  # kept: a new hook would compile a model again
+        self._part_handles: list[RemovableHandle] = []
+        self._thread: int | None = None  # None while nobody waits
+
+    def watch(self) -> None:
+        """Wait for the next call."""
+        self._thread = get_ident()
+        compiled = all(hasattr(model, "_orig_mod") for model in self._models)
+        if not self._handles and (compiled or self._is_called()):
+            self._handles = [self._hook(model) for model in self._models]
+        if not self._handles and not self._part_handles:
+            parts = dict.fromkeys(part for model in self._models for part in model.modules())
+            self._part_handles = [self._hook(part) for part in parts]
+
+    def stop(self) -> None:
+        """Stop waiting."""
+        self._thread = None
+        while self._part_handles:
+            self._part_handles.pop().remove()
+
+    def detach(self) -> None:
+        """Remove all hooks from the model."""
+        self.stop()
+        while self._handles:
+            self._handles.pop().remove()
+        for model in self._models:
+            for part in model.modules():
+                unhide_hooks(part)
+
+    def _hook(self, module: torch.nn.Module) -> RemovableHandle:
+        hide_hooks(module)
+        # First: FSDP2's own hook gathers the parameters, which are saved before that.
+        callback = ModelCallback(self._before_call)
+        return module.register_forward_pre_hook(callback, prepend=True)
+
+    def _before_call(self, module: torch.nn.Module, args: Any) -> None:
+        if get_ident() == self._thread:
+            self.stop()
+            self._reached()
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

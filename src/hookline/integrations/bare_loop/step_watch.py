@@ -32,6 +32,7 @@ from hookline.integrations.bare_loop.clip_watch import (
     Versions,
     clip_patch,
     gradient_versions,
+    version_of,
 )
 from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
@@ -135,7 +136,8 @@ class StepWatch:
         self._given_loss: torch.Tensor | None = None
         self._unchecked = True
         self._verified = self._takes_short_path = self._starts_silently = False
-        self._has_started = self._closure_evaluated = self._is_in_backward = False
+        self._has_started = self._closure_evaluated = False
+        self._backward: _Before | None = None  # that runs, and has not been counted yet
         self.has_new_gradients = self.ends_with_batch = self.always_sees_calls = False
         self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
         self._thread = get_ident()  # that trains, as far as is seen
@@ -213,7 +215,7 @@ class StepWatch:
         calls = self.model.calls_seen
         if not self.model.is_running and calls <= self._calls_before_step:
             return calls + 1, 0
-        return calls, 2 if calls == self._calls_at_backward or self._is_in_backward else 1
+        return calls, 2 if calls == self._calls_at_backward or self._backward is not None else 1
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -234,28 +236,26 @@ class StepWatch:
         given = self._given_loss
         if given is None and get_ident() not in (self._thread, self.model.thread):
             return None
-        self._is_in_backward = True
         if self.phases.timed:
             self.phases.lap("forward")
         seen: BackwardLoss | None = None
         if self.losses.wanted:
             seen = self.losses.read(loss) if given is None else BackwardLoss(given, given=True)
         versions = list(map(gradient_versions, self.optimizers))
-        return _Before(versions, seen, given is not None)
+        self._backward = _Before(versions, seen, given is not None)
+        return self._backward
 
     def after_backward(self, before: _Before | None) -> None:
         """Note the loss and fire on_after_backward, if gradients have changed."""
         if before is None:
             return
-        self._is_in_backward = False
-        changed = map(_have_changed, before.versions, self.optimizers)  # looked at as needed
-        if not before.is_given and not any(changed):
+        has_stepped, self._backward = self._backward is not before, None
+        changed = before.is_given or any(map(_have_changed, before.versions, self.optimizers))
+        if not changed and not has_stepped:
             return
-        self.backwards_seen += 1
-        self.has_new_gradients = True
-        self._calls_at_backward = self.model.calls_seen
-        if before.loss is not None:
-            self.losses.add(before.loss, had_gradients=any(before.versions))
+        self.has_new_gradients = changed
+        if not has_stepped:
+            self._count_backward(before)
         if self._ready:  # a step was skipped, or the optimizers have backwards of their own
             self._forget_changed(before.versions)
         if self.dispatchers.on_gradients_ready is not None:
@@ -264,6 +264,18 @@ class StepWatch:
             self.dispatchers.on_after_backward(self.context)
         if self.phases.timed:
             self.phases.lap("backward")
+
+    def backward_failed(self) -> None:
+        """Forget a backward that has ended with an exception, and its graph."""
+        self._backward = None
+
+    def _count_backward(self, before: _Before) -> None:
+        """Note the loss of a backward, which has ended; or an optimizer steps within it."""
+        self._backward = None
+        self.backwards_seen += 1
+        self._calls_at_backward = self.model.calls_seen
+        if before.loss is not None:
+            self.losses.add(before.loss, had_gradients=any(before.versions))
 
     def _forget_changed(self, before: list[Versions]) -> None:
         for i in self._ready - self._stepped.keys():
@@ -501,6 +513,8 @@ class StepWatch:
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._begin()
+        if self._backward is not None:  # gradients are used as soon as they are there
+            self._count_backward(self._backward)
         i = self._index[id(optimizer)]
         if i in self._stepped and self.ends_with_batch:
             self._start_again(i)
@@ -644,6 +658,8 @@ class StepWatch:
         if not skipped:
             context.step += 1
         if losses.wanted:
+            if self._backward is not None:
+                self._count_backward(self._backward)
             losses.end_step()
         if context.known("current_batch") is not None:
             self._end_batch()
@@ -682,10 +698,7 @@ def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
     gradients = gradients_of(optimizer)
     if len(before) != len(gradients):
         return True
-    return any(
-        (id(gradient), gradient._version) != version
-        for gradient, version in zip(gradients, before, strict=True)
-    )
+    return any(version_of(g) != version for g, version in zip(gradients, before, strict=True))
 
 
 def _for_outer_steps(
