@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from hookline.interrupts import find_active_handler, is_main_thread
@@ -18,8 +18,8 @@ class SignalWatch:
     """While the block runs, a signal is only noted in the loop's requests.
 
     The handler does nothing else: the loop looks at the requests where it can save. A second signal
-    acts at once, as if nobody had handled it. If the block is within another one, as a training
-    that a hook of a training starts, that loop gets the signal, too. Signals that are ignored, and
+    acts at once, as if nobody had handled it. If the block is within another one, as where a hook
+    starts another training run, the outer loop gets the signal, too. Signals that are ignored, and
     those handled outside of Python, are left alone. Outside of the main thread, Python cannot
     handle signals: then this does nothing.
 
@@ -51,12 +51,7 @@ class SignalWatch:
                     signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         is_main = is_main_thread()  # else the handlers stay, and call those before them
         if self._worker_handler is not None and is_main:
             if signal.getsignal(signal.SIGCHLD) is _do_nothing:
@@ -169,12 +164,7 @@ class HeldTermination(SignalWatch):
         super().__init__(ControlRequests(), ())
         self._numbers = [signal.SIGTERM]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         received, self.requests.signal = self.requests.signal, None
         super().__exit__()
         if received is not None:
