@@ -27,10 +27,7 @@ class SignalWatch:
     would raise an error in the middle of a step: after a signal, the ends of child processes are
     ignored until the block ends.
 
-    Args:
-        requests: the requests of the loop.
-        names: the signals, apart from SIGINT (Ctrl-C), which is always among them. Names that this
-            system does not have are skipped.
+    SIGINT (Ctrl-C) is always among the signals. Names that this system does not have are skipped.
     """
 
     def __init__(self, requests: ControlRequests, names: Iterable[str]) -> None:
@@ -114,11 +111,7 @@ class TerminationWatch(SignalWatch):
     """While the block runs, SIGTERM raises SystemExit, so that a loop of the user's own is left.
 
     A handler that the user has set is called instead, and decides. A second SIGTERM ends the
-    process at once.
-
-    Args:
-        requests: the requests of the loop.
-        on_signal: called in the handler, when the first signal has come.
+    process at once. `on_signal` is called in the handler, when the first one has come.
     """
 
     def __init__(self, requests: ControlRequests, on_signal: Callable[[], None]) -> None:
