@@ -352,7 +352,7 @@ def processes_of(trainer: Any) -> OneProcess:
 
 
 def announce(text: str, say: Callable[[str], None] | None = None) -> None:
-    """Tell users something, in rank 0: in the log if that is configured, else by `say` or stderr."""
+    """Tell users something, in rank 0: in the log if it is configured, else by `say` or stderr."""
     if not is_main_process():
         return
     if log.isEnabledFor(logging.INFO) and (say is not None or log.hasHandlers()):
