@@ -118,14 +118,10 @@ class DispatcherTable:
 
 
 class Dispatcher:
-    """Calls hooks for one event; `function(context)` fires it.
+    """Calls hooks for one event, in order; `function(context)` fires it.
 
-    Args:
-        table: has the dispatchers of all events.
-        event: the event.
-        entries: the hooks, in calling order.
-        fired: how often the event was fired before.
-        errors: arguments that could not be computed: hooks that ask for one fail with its error.
+    The event was `fired` so often before. Hooks that ask for an argument that could not be computed
+    fail with its error, which `errors` has.
     """
 
     def __init__(

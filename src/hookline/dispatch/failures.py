@@ -5,7 +5,7 @@ from __future__ import annotations
 import bdb
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hookline.context import read_lazy
 from hookline.dispatch.entry import Entry
@@ -18,19 +18,11 @@ __all__ = ["FailureHandler", "HookFailure"]
 log = logging.getLogger("hookline")
 
 
-@dataclass(frozen=True)
-class HookFailure:
-    """A failure of a hook.
-
-    Attributes:
-        hook: the hook's name.
-        event: the event that it was called for, or the method, if that is no event.
-        error: what it raised.
-        failures: how often it has failed so far.
-    """
+class HookFailure(NamedTuple):
+    """A failure of a hook, by name, with the number of its failures so far."""
 
     hook: str
-    event: str
+    event: str  # or the method, if that is no event
     error: Exception
     failures: int
 
@@ -38,12 +30,7 @@ class HookFailure:
 class FailureHandler:
     """Logs and counts failures, and disables hooks that fail repeatedly.
 
-    Args:
-        settings: how to treat failures.
-        on_disabled: called when a hook is disabled.
-
-    Attributes:
-        on_failure: called for each failure, before the hook is disabled.
+    It calls `on_failure` for each failure, and then `on_disabled` with a hook that it disables.
     """
 
     def __init__(self, settings: HookSettings, on_disabled: Callable[[Entry], None]) -> None:

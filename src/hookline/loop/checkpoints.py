@@ -373,9 +373,6 @@ class Checkpoints:
         """Fire `on_train_end` in all ranks; what a hook of one of them saves, all of them save.
 
         A hook in rank 0 saves at once, and the others wait for that after their own hooks.
-
-        Args:
-            fire: calls the hooks.
         """
         processes, requests = self.ranks.processes, self.requests
         self.is_serving_end = True

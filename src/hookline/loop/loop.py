@@ -205,11 +205,9 @@ class Loop:
     def end_epoch(
         self, means: Mapping[str, Any], fire: Callable[[str], None] | None = None
     ) -> None:
-        """Fire `on_epoch_end` with the means of the epoch, and record them.
+        """Fire `on_epoch_end` with the means over all ranks, and record them.
 
-        Args:
-            means: the means over all ranks.
-            fire: fires an event by its name, where a driver does more than `fire`.
+        A driver that does more than `fire` when it fires an event gives its own function.
         """
         context = self.context
         context.event_metrics = Metrics({**means, **context.validated})
@@ -354,12 +352,7 @@ def processes_of(trainer: Any) -> OneProcess:
 
 
 def announce(text: str, say: Callable[[str], None] | None = None) -> None:
-    """Tell users something, in rank 0: in the log if it is configured, else on the terminal.
-
-    Args:
-        text: what to tell.
-        say: prints it; by default to stderr.
-    """
+    """Tell users something, in rank 0: in the log if it is configured, else by `say` or stderr."""
     if not is_main_process():
         return
     if log.isEnabledFor(logging.INFO) and (say is not None or log.hasHandlers()):

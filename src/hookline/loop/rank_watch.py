@@ -48,7 +48,7 @@ class RankWatch:
     """Writes where this process stands; in rank 0 it also names those that are behind.
 
     Args:
-        processes: the processes.
+        processes: the processes that train together.
         after: a process is named when it has been behind for so many seconds.
         place: returns where this process stands, in an order that is the same in all: its epoch,
             -1 if it is not known; its batch; and its stage, an index of `STAGES`.

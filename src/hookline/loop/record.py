@@ -263,8 +263,7 @@ class Record:
 
     def stop_requested(self, step: int, reason: str | None) -> None:
         """Record that a hook, or the program, asks training to stop."""
-        if self.run is not None:
-            self.run.event("stop", step=step, reason=reason, by=find_calling_hook())
+        self.event("stop", step=step, reason=reason, by=find_calling_hook())
 
     def _is_recorded(self, key: str) -> bool:
         """Count an event; return whether it is recorded: a few of them, if there are very many."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from hookline.interrupts import find_active_handler, is_main_thread
@@ -18,8 +18,8 @@ class SignalWatch:
     """While the block runs, a signal is only noted in the loop's requests.
 
     The handler does nothing else: the loop looks at the requests where it can save. A second signal
-    acts at once, as if nobody had handled it. If the block is within another one, as a training
-    that a hook of a training starts, that loop gets the signal, too. Signals that are ignored, and
+    acts at once, as if nobody had handled it. If the block is within another one, as where a hook
+    starts another training run, the outer loop gets the signal, too. Signals that are ignored, and
     those handled outside of Python, are left alone. Outside of the main thread, Python cannot
     handle signals: then this does nothing.
 
@@ -27,10 +27,7 @@ class SignalWatch:
     would raise an error in the middle of a step: after a signal, the ends of child processes are
     ignored until the block ends.
 
-    Args:
-        requests: the requests of the loop.
-        names: the signals, apart from SIGINT (Ctrl-C), which is always among them. Names that this
-            system does not have are skipped.
+    SIGINT (Ctrl-C) is always among the signals. Names that this system does not have are skipped.
     """
 
     def __init__(self, requests: ControlRequests, names: Iterable[str]) -> None:
@@ -51,12 +48,7 @@ class SignalWatch:
                     signal.signal(number, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         is_main = is_main_thread()  # else the handlers stay, and call those before them
         if self._worker_handler is not None and is_main:
             if signal.getsignal(signal.SIGCHLD) is _do_nothing:
@@ -119,11 +111,7 @@ class TerminationWatch(SignalWatch):
     """While the block runs, SIGTERM raises SystemExit, so that a loop of the user's own is left.
 
     A handler that the user has set is called instead, and decides. A second SIGTERM ends the
-    process at once.
-
-    Args:
-        requests: the requests of the loop.
-        on_signal: called in the handler, when the first signal has come.
+    process at once. `on_signal` is called in the handler, when the first one has come.
     """
 
     def __init__(self, requests: ControlRequests, on_signal: Callable[[], None]) -> None:
@@ -169,12 +157,7 @@ class HeldTermination(SignalWatch):
         super().__init__(ControlRequests(), ())
         self._numbers = [signal.SIGTERM]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         received, self.requests.signal = self.requests.signal, None
         super().__exit__()
         if received is not None:

@@ -53,13 +53,8 @@ def share_buffers(model: torch.nn.Module) -> None:
 class BufferSharing:
     """Gives all processes the buffers of rank 0 before the first forward of each step, as DDP does.
 
-    FSDP2 does not. Only buffers that are saved are shared: others are constants in most models.
-
-    Args:
-        model: the model; all processes call it equally often.
-
-    Attributes:
-        syncs: whether the next backward reduces gradients, and so ends a step.
+    FSDP2 does not. Only buffers that are saved are shared: others are constants in most models. All
+    processes call the model equally often. `syncs` says whether the next backward ends a step.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
