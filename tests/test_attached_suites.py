@@ -69,3 +69,21 @@ def test_a_test_that_fails_only_with_hooks_is_named(tmp_path: Path) -> None:
     assert "1 of 1 tests with optimizer steps end with equal weights" in ended.stdout
     assert "UNEXPECTED: test_engine.py::test_counts_handlers fails" in ended.stdout
     assert "test_fails_plain" not in ended.stdout
+
+
+@pytest.mark.slow
+def test_results_of_a_run_that_was_interrupted_do_not_rename_its_tests(tmp_path: Path) -> None:
+    checkout, results = tmp_path / "library", tmp_path / "results"
+    checkout.mkdir()
+    results.mkdir()
+    (checkout / "test_engine.py").write_text("def test_passes():\n    pass\n")
+    (results / "ignite-plain.jsonl").write_text("")
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tools")))
+    command = [sys.executable, "-m", "attached_suites.run", "ignite", "--checkout", str(checkout)]
+    command += ["--results", str(results), "--", "test_engine.py", "--override-ini", "addopts="]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    logs = "".join(log.read_text()[-2000:] for log in results.glob("*.log"))
+    assert "1 of 1 pass attached" in ended.stdout, ended.stdout + ended.stderr + logs

@@ -62,6 +62,8 @@ class _Suite:
         suite, results = self._suite, self._folder / f"{self._library}-{name}.jsonl"
         are_tests = any("::" in each or (self._checkout / each).exists() for each in arguments)
         command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+        # Otherwise a results' file that exists moves pytest's root, and with it the names of tests.
+        command += ["--rootdir", "."]
         command += ["--continue-on-collection-errors", "-p", "attached_suites.plugin"]
         for plugin in suite.get("plugins", ()):
             command += ["-p", plugin]
