@@ -1483,7 +1483,7 @@ class Trainer:
         if self.loop.is_forked:
             return
         if self.strategy.is_main and self.run is not None and self._stop_signal is None:
-            from hookline.report.at_end import write_report_at_end
+            from hookline.report.report import write_report_at_end
 
             made = write_report_at_end(self.run, self.status, wanted=self.config.report)
             if made is not None:
