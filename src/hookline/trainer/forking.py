@@ -25,7 +25,7 @@ from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
-from hookline.hooks.checkpointing.saving_hook import SavingHook
+from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
 from hookline.loop.loading import load_weights
 from hookline.loop.random_state import random_state
 from hookline.loop.restoring import unchanged_on_failure
