@@ -20,7 +20,7 @@ from hookline.checkpoint import (
 )
 from hookline.checkpoint.checkpoint_lookup import scan_checkpoints, verify_checkpoint
 from hookline.checkpoint.contents import read_contents
-from hookline.hooks.checkpointing.destination import Bundle
+from hookline.hooks.checkpointing.upload import Bundle
 from hookline.runs.checkpoint_reader import get_last_checkpoint, read_checkpoints
 
 SECRET = "marker-7c1f-of-a-secret"

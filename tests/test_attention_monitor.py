@@ -206,7 +206,7 @@ def test_attention_in_several_parts_is_measured_as_a_whole() -> None:
 
 
 def test_large_logits_are_measured_in_blocks(monkeypatch) -> None:
-    monkeypatch.setattr("hookline.hooks.monitoring.attention_calls._BLOCK", 64)
+    monkeypatch.setattr("hookline.hooks.monitoring.attention_monitor._BLOCK", 64)
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 7, 5)
     check(measure(FunctionAttention(lambda: logits.softmax(-1))), logits, exact=True)

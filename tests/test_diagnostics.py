@@ -314,7 +314,7 @@ def test_a_failing_measurement_is_a_failure_of_the_monitor(monkeypatch: Any) -> 
         raise ValueError("not measured")
 
     monkeypatch.setattr(
-        "hookline.hooks.monitoring.attention_calls.LogitStatistics.add_logits", fail
+        "hookline.hooks.monitoring.attention_monitor.LogitStatistics.add_logits", fail
     )
     model = nn.Sequential(SelfAttention())
     trainer = loops.make_trainer(hookline.AttentionMonitor(log_frequency=1), model=model)

@@ -36,7 +36,7 @@ from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
 from hookline.checkpoint.contents import read_contents
 from hookline.checkpoint.retention import Retention, remove_checkpoint
 from hookline.files.limits import file_limits
-from hookline.hooks.checkpointing.destination import Bundle, Folder
+from hookline.hooks.checkpointing.upload import Bundle, Folder
 from hookline.runs.checkpoint_reader import get_last_checkpoint
 
 SECRET_SIZE = len(SECRET)

@@ -25,7 +25,7 @@ from hookline.checkpoint import (
 )
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.cli.app import app
-from hookline.hooks.checkpointing import step_trigger
+from hookline.hooks.checkpointing import model_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook
@@ -361,7 +361,7 @@ def test_a_validation_before_training_is_not_saved(tmp_path):
 
 def test_every_n_minutes(tmp_path, monkeypatch):
     clock = count(0, 20)  # each step takes 20 seconds
-    monkeypatch.setattr(step_trigger, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(model_checkpoint, "monotonic", lambda: next(clock))
     hook = ModelCheckpoint(save_top_k=-1, every_n_minutes=1)
     assert steps(fit(tmp_path, hook, validate=False, n=4, max_epochs=2)) in ([2, 5, 8], [3, 6])
 

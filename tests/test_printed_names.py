@@ -45,7 +45,7 @@ from hookline.probes.flow import gradient_flow
 from hookline.runs import Run, open_run
 from hookline.text_tables import cell_width, format_table, join_some
 from hookline.trainer.progress import BarProgress, JupyterProgress, PlainProgress
-from hookline.verification.report import Check, Culprit, Report
+from hookline.verification import Check, Culprit, Report
 
 FAKE = "FAKE all checks passed"
 NAMES = {

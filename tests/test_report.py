@@ -16,8 +16,8 @@ import torch
 
 import hookline
 from hookline.report import make_report
-from hookline.report.at_end import write_report_at_end
 from hookline.report.page_data import to_script_json
+from hookline.report.report import write_report_at_end
 from hookline.report.sampling import SampledSeries
 
 HOSTILE = (

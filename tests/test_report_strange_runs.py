@@ -21,9 +21,8 @@ import torch
 import hookline
 from hookline.report import make_report
 from hookline.report.facts import describe_facts
-from hookline.report.media import Media
-from hookline.report.png_images import strip_png
-from hookline.report.spikes import encode_spike
+from hookline.report.media import Media, strip_png
+from hookline.report.page_data import encode_spike
 from hookline.runs.media import save_image
 
 HUGE = 10**400  # more than a float can hold

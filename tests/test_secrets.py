@@ -565,8 +565,8 @@ def test_a_name_that_is_not_secret(name: str) -> None:
 
 def test_every_option_of_a_built_in_hook_is_shown_unless_it_is_a_secret() -> None:
     from hookline.config.hook_names import BUILT_INS, load_hook_class
-    from hookline.options import get_options
     from hookline.masking import is_secret_name
+    from hookline.options import get_options
 
     declared = {name: load_hook_class(name) for name in BUILT_INS}
     masked = {

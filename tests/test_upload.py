@@ -26,7 +26,7 @@ from hookline.checkpoint import (
 )
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.checkpoint.retention import remove_checkpoint
-from hookline.hooks.checkpointing import destination
+from hookline.hooks.checkpointing import upload as upload_module
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook
@@ -408,14 +408,14 @@ def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out(
     tmp_path, flaky, monkeypatch, caplog, url
 ):
     caplog.set_level("INFO", "hookline")
-    copy = destination._copy
+    copy = upload_module._copy
 
     def remove_and_copy(source, target, is_stopped):
         copy(source, target, is_stopped)
         if source.name == "model.safetensors" and source.parent.name == "epoch_0000":
             assert remove_checkpoint(source.parent), "as a retention would"
 
-    monkeypatch.setattr(destination, "_copy", remove_and_copy)
+    monkeypatch.setattr(upload_module, "_copy", remove_and_copy)
     hook = UploadHook(url or tmp_path / "copies", backoff=0)
     trainer = fit(tmp_path, hook, max_epochs=2)
     assert [p.name for p in hook.skipped] == ["epoch_0000"]

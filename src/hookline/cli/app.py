@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from hookline._version import __version__
+from hookline.arguments import user_path
 from hookline.cli.checkpoints_command import checkpoints_app
 from hookline.cli.command_base import (
     Command,
@@ -25,7 +26,6 @@ from hookline.cli.command_base import (
     delay_interrupts,
     exit_on_interrupt,
     new_group,
-    path,
     whole_number,
 )
 from hookline.cli.hooks_command import events, hooks_app
@@ -33,7 +33,7 @@ from hookline.cli.init_command import init
 from hookline.cli.report_command import report
 from hookline.cli.runs_command import runs_app
 from hookline.cli.text_output import prepare_streams, print_text
-from hookline.cli.train_command import add_training_commands
+from hookline.cli.train_command import TrainCommand, check, schema, train
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
 from hookline.masking import mask_text
@@ -46,7 +46,9 @@ LARGEST_SEED = 2**63 - 1
 
 app = new_group("hookline")
 app.command(cls=Command)(init)
-add_training_commands(app)
+app.command(cls=TrainCommand)(train)
+app.command(cls=Command)(check)
+app.command(cls=Command)(schema)
 app.command(cls=Command)(verify)
 app.add_typer(hooks_app)
 app.command(cls=Command)(events)
@@ -151,7 +153,7 @@ def demo(
     out: Annotated[
         Path,
         typer.Option(
-            help="The folder to create the run's folder in.", metavar="FOLDER", parser=path
+            help="The folder to create the run's folder in.", metavar="FOLDER", parser=user_path
         ),
     ] = Path("runs"),
     seed: Annotated[

@@ -21,20 +21,15 @@ __all__ = [
     "Command",
     "Json",
     "RunsFolder",
+    "bad_value",
     "check_folder",
     "check_runs_folder",
     "delay_interrupts",
     "exit_on_interrupt",
     "new_group",
     "one_of",
-    "path",
     "whole_number",
 ]
-
-
-def path(given: str) -> Path:
-    """Return the path that an option gives: a shell leaves the `~` of `--out=~/runs`."""
-    return user_path(given)
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -44,7 +39,7 @@ RunsFolder = Annotated[
         "--runs",
         help="The folder of all runs; by default runs.",
         metavar="FOLDER",
-        parser=path,
+        parser=user_path,  # a shell leaves the `~` of `--runs=~/runs`
     ),
 ]
 
@@ -115,6 +110,11 @@ def exit_on_interrupt() -> Generator[None, None, None]:
         raise typer.Exit(130) from None
 
 
+def bad_value(option: str, message: str) -> typer.BadParameter:
+    """Return the error about the value of an option or argument."""
+    return typer.BadParameter(message, param_hint=f"'{option}'")
+
+
 def check_folder(folder: Path, option: str) -> None:
     """Raise if no run can be written to the folder that an option names; leave nothing behind."""
     existing = folder
@@ -129,18 +129,13 @@ def check_folder(folder: Path, option: str) -> None:
                 return
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
-    raise typer.BadParameter(
-        f"'{folder}' {problem}; expected a folder, or the name of a new one.",
-        param_hint=f"'{option}'",
-    )
+    raise bad_value(option, f"'{folder}' {problem}; expected a folder, or the name of a new one.")
 
 
 def check_runs_folder(folder: Path | None) -> None:
     """Raise if the folder of all runs, as an option gives it, is a file."""
     if folder is not None and folder.exists() and not folder.is_dir():
-        raise typer.BadParameter(
-            f"'{folder}' is a file; expected the folder of all runs.", param_hint="'--runs'"
-        )
+        raise bad_value("--runs", f"'{folder}' is a file; expected the folder of all runs.")
 
 
 def whole_number(least: int, most: int | None = None, metavar: str = "INTEGER") -> dict[str, Any]:

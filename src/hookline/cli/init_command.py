@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from hookline.cli.command_base import path
+from hookline.arguments import user_path
+from hookline.cli.command_base import bad_value
 from hookline.printable import printable
 
 __all__ = ["init"]
@@ -26,7 +27,9 @@ _SLURM = {"job.sh": "a Slurm job that resumes after preemption"}
 def init(
     folder: Annotated[
         Path,
-        typer.Argument(help="The folder, which is created if needed.", metavar="DIR", parser=path),
+        typer.Argument(
+            help="The folder, which is created if needed.", metavar="DIR", parser=user_path
+        ),
     ] = Path(),
     slurm: Annotated[
         bool, typer.Option("--slurm", help="Add a Slurm job that resumes after preemption.")
@@ -52,7 +55,8 @@ def init(
             mode = job.stat().st_mode
             job.chmod(mode | (mode & 0o444) >> 2)  # executable for those who may read it
     except OSError as error:
-        raise _bad_parameter(f"'{error.filename}' cannot be written ({error.strerror}).") from error
+        text = f"'{error.filename}' cannot be written ({error.strerror})."
+        raise bad_value("DIR", text) from error
     _print_summary(folder, slurm)
 
 
@@ -68,18 +72,16 @@ def _texts(slurm: bool) -> dict[str, str]:
 def _check(folder: Path, names: list[str]) -> None:
     """Raise before anything is written if files are in the way."""
     if folder.exists() and not folder.is_dir():
-        raise _bad_parameter(f"'{folder}' is a file; expected a folder, or the name of a new one.")
+        text = f"'{folder}' is a file; expected a folder, or the name of a new one."
+        raise bad_value("DIR", text)
     existing = [name for name in names if (folder / name).exists()]
     if existing:
         verb = "exists" if len(existing) == 1 else "exist"
-        raise _bad_parameter(
+        raise bad_value(
+            "DIR",
             f"{', '.join(existing)} already {verb} in '{folder}', and files are never overwritten. "
-            "Choose another folder: hookline init DIR."
+            "Choose another folder: hookline init DIR.",
         )
-
-
-def _bad_parameter(message: str) -> typer.BadParameter:
-    return typer.BadParameter(message, param_hint="'DIR'")
 
 
 def _print_summary(folder: Path, slurm: bool) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from hookline.cli.command_base import Json, RunsFolder, check_runs_folder, exit_on_interrupt, path
-from hookline.cli.text_output import print_json, show
+from hookline.arguments import user_path
+from hookline.cli.command_base import (
+    Json,
+    RunsFolder,
+    bad_value,
+    check_runs_folder,
+    exit_on_interrupt,
+)
+from hookline.cli.text_output import print_json, progress_bar, show
 from hookline.printable import printable
 
 __all__ = ["report"]
+
+_LARGE = 50_000_000  # bytes of a log that takes a while to read
 
 
 def report(
@@ -29,7 +37,7 @@ def report(
             "-o",
             help="The file to write; report.html if neither this nor --json is given.",
             metavar="FILE",
-            parser=path,
+            parser=user_path,
         ),
     ] = None,
     folder: RunsFolder = None,
@@ -55,8 +63,13 @@ def report(
     with exit_on_interrupt():
         from hookline.report import make_report
 
-        with _Progress() as progress:
-            made = make_report(*runs, folder=folder or Path("runs"), progress=progress)
+        with progress_bar() as update:
+
+            def show_progress(run: int, done: int, size: int) -> None:
+                if size >= _LARGE:
+                    update(f"run {run + 1}", done, size)
+
+            made = make_report(*runs, folder=folder or Path("runs"), progress=show_progress)
         written = None if out is None else made.write(out)
     if as_json:
         print_json({"report": None if written is None else str(written), **made.facts})
@@ -90,33 +103,4 @@ def _check_out(out: Path) -> None:
             if MARK.encode() not in file.read(4096):
                 problem = "exists and is not a report"
     if problem is not None:
-        raise typer.BadParameter(
-            f"'{out}' {problem}; expected the name of a file to write.", param_hint="'--out'"
-        )
-
-
-class _Progress:
-    """A bar on a terminal, for logs that take a while to read."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __call__(self, run: int, done: int, size: int) -> None:
-        if size < 50_000_000 or not sys.stderr.isatty():
-            return
-        if self._bar is None:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("reading")
-        self._bar.update(self._task, completed=done, total=size, description=f"run {run + 1}")
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        raise bad_value("--out", f"'{out}' {problem}; expected the name of a file to write.")

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
-from hookline.printable import escape_controls
+from hookline.printable import escape_controls, printable
 from hookline.text_tables import cell_width
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "prepare_streams",
     "print_json",
     "print_text",
+    "progress_bar",
     "show",
     "terminal_width",
 ]
@@ -98,6 +100,39 @@ def print_json(value: Any) -> None:
     shown = mask_secrets(to_jsonable(value), by_name=False)
     text = json.dumps(shown, indent=1, ensure_ascii=False)
     print(escape_controls(text, escape=lambda char: json.dumps(char)[1:-1]))
+
+
+@contextmanager
+def progress_bar(*, in_bytes: bool = False) -> Generator[Callable[[str, int, int], None]]:
+    """Yield a function that shows a label, what is done, and the total as a bar on stderr.
+
+    It does nothing if stderr is not a terminal.
+    """
+    if not sys.stderr.isatty():
+        yield lambda label, done, total: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn() if in_bytes else progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    task = bar.add_task("")
+
+    def update(label: str, done: int, total: int) -> None:
+        bar.start()  # does nothing from the second time on
+        bar.update(task, description=printable(label, 60), completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 class _PipeFile(io.FileIO):

@@ -14,10 +14,10 @@ from hookline.arguments import user_path
 from hookline.cli.command_base import (
     Command,
     Json,
+    bad_value,
     check_folder,
     delay_interrupts,
     exit_on_interrupt,
-    path,
 )
 from hookline.cli.text_output import is_main_process, print_json, print_text, show
 from hookline.masking import mask_text
@@ -26,7 +26,16 @@ from hookline.printable import printable, printable_message
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
 
-__all__ = ["Config", "Overrides", "TrustedPackages", "add_training_commands", "load_config"]
+__all__ = [
+    "Config",
+    "Overrides",
+    "TrainCommand",
+    "TrustedPackages",
+    "check",
+    "load_config",
+    "schema",
+    "train",
+]
 
 _NEWEST = "newest"
 _MAX_CELL = 1_000
@@ -63,17 +72,11 @@ TrustedPackages = Annotated[
 ]
 
 
-def add_training_commands(app: typer.Typer) -> None:
-    """Add `train`, `check` and `schema` to the command line."""
-    app.command(cls=_OptionalResumeCommand)(train)
-    app.command(cls=Command)(check)
-    app.command(cls=Command)(schema)
-
-
-class _OptionalResumeCommand(Command):
+class TrainCommand(Command):
     """A command whose `--resume` may have no value, which means the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments, after a value for a `--resume` that has none."""
         completed: list[str] = []
         for i, arg in enumerate(args):
             has_no_value = arg == "--resume" and not _is_run(args[i + 1 : i + 2])
@@ -138,12 +141,10 @@ def train(
     """
     for option, given in (("--resume", resume), ("--from", start_from)):
         if given is not None and not given.strip():
-            raise typer.BadParameter("the value is empty; give a run.", param_hint=f"'{option}'")
+            raise bad_value(option, "the value is empty; give a run.")
     if start_from is not None and resume not in (None, _NEWEST):
-        raise typer.BadParameter(
-            "a run is given to --resume and to --from; give it to one of them.",
-            param_hint="'--from'",
-        )
+        text = "a run is given to --resume and to --from; give it to one of them."
+        raise bad_value("--from", text)
     with exit_on_interrupt():
         training = load_config(config, overrides, trust)
         print_text(f"config {training.config_hash[:8]}  {printable(training.source, 1000)}")
@@ -247,7 +248,7 @@ def check(
 def schema(
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the schema to this file.", metavar="FILE", parser=path),
+        typer.Option(help="Write the schema to this file.", metavar="FILE", parser=user_path),
     ] = None,
 ) -> None:
     """Print the JSON schema of config files, for completion and validation in editors.
@@ -266,9 +267,7 @@ def schema(
     try:
         out.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
-        raise typer.BadParameter(
-            f"'{out}' cannot be written ({error.strerror}).", param_hint="'--out'"
-        ) from None
+        raise bad_value("--out", f"'{out}' cannot be written ({error.strerror}).") from None
     print_text(printable(out, 1000))
 
 
@@ -285,14 +284,14 @@ def load_config(
         try:
             parse_override(override)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="'KEY=VALUE'") from None
+            raise bad_value("KEY=VALUE", str(error)) from None
     if is_python_function(config):
         return load_python(config, *given)
     if config.endswith(".py"):
-        raise typer.BadParameter(
+        raise bad_value(
+            "CONFIG",
             f"'{config}' is a Python file. Name the function that returns a trainer: "
             f"{config}:make_trainer.",
-            param_hint="'CONFIG'",
         )
     return load_training(config, *given, trust=trust or ())
 

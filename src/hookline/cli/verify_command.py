@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
-from hookline.cli.command_base import Json, exit_on_interrupt
-from hookline.cli.text_output import print_json, print_text
+from hookline.cli.command_base import Json, bad_value, exit_on_interrupt
+from hookline.cli.text_output import print_json, print_text, progress_bar
 from hookline.cli.train_command import Config, Overrides, TrustedPackages, load_config
 from hookline.errors import HooklineError
-from hookline.printable import printable
 
 __all__ = ["verify"]
 
@@ -45,9 +41,7 @@ def verify(
     Exit codes: 0 if all checks have passed, 1 if one has failed.
     """
     if steps is not None and steps < 2:
-        raise typer.BadParameter(
-            f"it is {steps}; expected a whole number of 2 or more.", param_hint="'--steps'"
-        )
+        raise bad_value("--steps", f"it is {steps}; expected a whole number of 2 or more.")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise HooklineError(
             "`hookline verify` trains in one process, and torchrun has started "
@@ -63,7 +57,7 @@ def verify(
             data = training.loaders, training.val_loaders
             return training.trainer if data == (None, None) else (training.trainer, *data)
 
-        with importable(folder), _progress() as watch:
+        with importable(folder), progress_bar() as watch:
             report = verify_training(make_trainer, steps, watch=watch)
     if as_json:
         print_json(report.as_dict())
@@ -71,29 +65,3 @@ def verify(
         print_text(str(report))
     if not report.ok:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress() -> Generator[Callable[[str, int, int], object] | None]:
-    """Show a progress bar on stderr while training runs, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    label_column = TextColumn("{task.description}", markup=False)
-    columns = label_column, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("")
-
-        def watch(label: str, step: int, steps: int) -> None:
-            bar.update(task, description=printable(label, 60), completed=step, total=steps)
-
-        yield watch

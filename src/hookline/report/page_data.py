@@ -1,10 +1,11 @@
-"""What the page's script draws: series, marks, hooks and the manifest of each run, as JSON."""
+"""The data that the page's script draws, as JSON: series, marks, hooks and manifest of each run."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from hookline.printable import printable, printable_lines
@@ -19,11 +20,19 @@ from hookline.report.facts import (
 from hookline.report.layers import group_layers, order_layers
 from hookline.report.reading import RunData
 from hookline.report.sampling import SampledSeries
-from hookline.report.spikes import encode_spike
+from hookline.runs.diff import describe_sections
 from hookline.runs.formatting import format_number
 from hookline.runs.jsonl_reader import is_finite_number
+from hookline.text_tables import join_some
 
-__all__ = ["encode_run", "share_buckets", "to_script_json"]
+__all__ = [
+    "MAX_PAGE_BYTES",
+    "encode_run",
+    "encode_spike",
+    "fit_page",
+    "share_buckets",
+    "to_script_json",
+]
 
 _BUCKETS = 120_000  # of all series of a page: about 3 MB
 _BUCKET_BYTES, _SERIES_BYTES = 27, 4_000_000
@@ -32,10 +41,11 @@ _MAX_NAME = 300
 _MAX_CONFIG = 400  # rows
 _MAX_LEFT_OUT = 40
 _MAX_TRACEBACK = 6_000  # characters: its end
-_MAX_SPIKES = 50  # with their details
+_MAX_SPIKES = 50  # with their details:
+_MAX_SERIES, _MAX_BATCHES = 60, 16
+MAX_PAGE_BYTES = 9_900_000
+_MIN_PART = 10_000  # bytes; smaller parts of a page that is too large are left alone
 _SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
-
-
 _SHOWN_FACTS = (
     *("id", "name", "status", "started", "seconds", "steps", "tokens", "parameters"),
     *("hooks", "loss_spikes", "debug_findings", "left_out"),
@@ -272,8 +282,6 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
 
 
 def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
-    from hookline.runs.diff import describe_sections
-
     flat = describe_sections(manifest)["config"]
     rows = [
         [printable(name, 200), printable(value, 400)]
@@ -285,3 +293,136 @@ def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
 
 def _base_name(path: Any) -> str:
     return str(path).replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
+# -- loss spikes ----------------------------------------------------------------------------------
+
+
+def encode_spike(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `loss_spike` event: its title, rows of names and texts, and a table of values.
+
+    The table has, for each series, the median before the spike, the value at it and the one
+    farthest from that median after it. The series that changed most come first.
+    """
+    shown = {name: _show(event.get(name)) for name in ("loss", "z", "median", "deviation", "peak")}
+    rows = [
+        [
+            "Loss",
+            f"{shown['loss']}, from a median of {shown['median']} with a deviation of "
+            f"{shown['deviation']} in the steps before (robust z-score {shown['z']})",
+        ],
+        ["Peak", f"{shown['peak']} at step {_show(event.get('peak_step'))}"],
+        ["Samples", _describe_batches(event.get("batches"))],
+    ]
+    series, more = _compare(event)
+    step = _show(event.get("step"))
+    return {
+        "title": f"Step {step}: loss {shown['loss']}, robust z-score {shown['z']}",
+        "rows": rows,
+        "values": series,
+        "more": more,
+    }
+
+
+def _describe_batches(batches: Any) -> str:
+    if not isinstance(batches, list) or not batches:
+        return "not known"
+    parts: list[str] = []
+    for batch in batches[:_MAX_BATCHES]:
+        if isinstance(batch, dict):
+            indices: Any = batch.get("indices")
+            known = isinstance(indices, list) and indices
+            of = f": indices {join_some(indices, 40, 20)}" if known else ""
+            loader = printable(batch.get("loader"), 60)
+            parts.append(f"batch {_show(batch.get('batch_idx'))} of {loader}{of}")
+    more = len(batches) - _MAX_BATCHES
+    return "; ".join(parts) + (f"; and {more} more batches" if more > 0 else "")
+
+
+def _compare(event: Mapping[str, Any]) -> tuple[list[list[str]], int]:
+    """Return the rows of the table, and how many more series were logged around the spike."""
+    values, step = event.get("values"), _number(event.get("step"))
+    if not isinstance(values, dict) or step is None:
+        return [], 0
+    found: list[tuple[float, list[str]]] = []
+    for name, points in values.items():
+        pairs = [
+            (at, value)
+            for point in (points if isinstance(points, list) else ())
+            if isinstance(point, list) and len(point) == 2
+            if (at := _number(point[0])) is not None
+            and (value := _number(point[1], finite=False)) is not None
+        ]
+        before = [value for at, value in pairs if at < step and math.isfinite(value)]
+        after = [value for at, value in pairs if at >= step]
+        if not after:
+            continue
+        center = median(before) if before else None
+        farthest = max(after, key=lambda value: _distance(value, center))
+        row = [printable(name, 200), *map(_show, (center, after[0], farthest))]
+        found.append((_surprise(farthest, before, center), row))
+    found.sort(key=lambda item: -item[0])
+    return [row for _, row in found[:_MAX_SERIES]], max(0, len(found) - _MAX_SERIES)
+
+
+def _distance(value: float, center: float | None) -> float:
+    if not math.isfinite(value):
+        return math.inf
+    return abs(value - (center or 0.0))
+
+
+def _surprise(value: float, before: list[float], center: float | None) -> float:
+    """Return how far a value is from the median before, in median distances from it."""
+    if center is None:
+        return -1.0
+    spread = median(abs(one - center) for one in before)
+    return _distance(value, center) / max(spread, 1e-3 * abs(center), 1e-12)
+
+
+def _number(value: Any, *, finite: bool = True) -> float | None:
+    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity") and not finite:
+        return float(value)
+    return float(value) if is_finite_number(value) else None
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float) and math.isfinite(value):
+        value = float(f"{value:.4g}")
+    return printable(format_number(value), 60)
+
+
+# -- size -----------------------------------------------------------------------------------------
+
+
+def fit_page(data: dict[str, Any], room: int) -> None:
+    """Halve the largest parts of the encoded runs until they have at most `room` bytes as JSON.
+
+    What was left out is added to the facts of each run. Runs seldom need it: every part has limits
+    of its own, which a strange run may reach in all of them at once.
+    """
+    parts = [
+        (owner, name, run)
+        for run in [data, *data["runs"]]
+        for owner in (run, run.get("media", {}))
+        for name in owner
+        if isinstance(owner[name], dict | list) and name not in ("runs", "facts", "media", "xs")
+    ]
+    sizes = [_size(owner[name]) for owner, name, _ in parts]
+    total = _size(data)
+    while total > room and max(sizes) > _MIN_PART:
+        largest = sizes.index(max(sizes))
+        owner, name, run = parts[largest]
+        part: Any = owner[name]
+        kept = len(part) // 2
+        note = f"{len(part) - kept:,} of {len(part):,} {name}: the page would be too large"
+        owner[name] = dict([*part.items()][:kept]) if isinstance(part, dict) else part[:kept]
+        size = _size(owner[name])
+        total, sizes[largest] = total - sizes[largest] + size, size
+        for one in [run] if "facts" in run else data["runs"]:
+            one["facts"]["left_out"].append(printable(note))
+
+
+def _size(value: Any) -> int:
+    return len(to_script_json(value))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,20 @@ from hookline.arguments import check_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
 from hookline.printable import printable
-from hookline.report.comparison import compare_runs
 from hookline.report.facts import collect_facts
 from hookline.report.page import make_page, read_plotly
-from hookline.report.page_data import encode_run, share_buckets
-from hookline.report.page_size import MAX_PAGE_BYTES, fit_page
-from hookline.report.reading import read_run
+from hookline.report.page_data import MAX_PAGE_BYTES, encode_run, fit_page, share_buckets
+from hookline.report.reading import RunData, read_run
+from hookline.runs.diff import describe_sections
+from hookline.runs.formatting import format_number
 from hookline.runs.run_reader import OpenedRun, open_run
 
-__all__ = ["Report", "make_report"]
+__all__ = ["Report", "make_report", "write_report_at_end"]
+
+log = logging.getLogger("hookline")
 
 _MAX_RUNS = 12
+_MAX_ROWS = 300  # of a section of differences
 _FRAME_BYTES = 100_000  # the page's own script and style
 
 
@@ -82,7 +87,7 @@ def make_report(
     opened = [one if isinstance(one, OpenedRun) else open_run(one, runs=folder) for one in runs]
     data = [read_run(run, progress and partial(progress, i)) for i, run in enumerate(opened)]
     found = [collect_facts(one) for one in data]
-    differences = compare_runs(data) if len(data) > 1 else {}
+    differences = _compare_runs(data) if len(data) > 1 else {}
     share_buckets(data)
     shown: list[dict[str, Any]] = []
     for one, facts in zip(data, found, strict=True):
@@ -102,3 +107,68 @@ def _label(facts: Mapping[str, Any], taken: list[str]) -> str:
     more = (f"{name} ({printable(facts[key], 300)})" for key in ("id", "path"))
     labels = chain([name], more, (f"{name} ({i})" for i in count(2)))
     return next(label for label in labels if label not in taken)
+
+
+# -- what differs between runs --------------------------------------------------------------------
+
+
+def _compare_runs(runs: Sequence[RunData]) -> dict[str, list[list[str]]]:
+    """Return the rows that differ, by section: a name, and the value of each run."""
+    described = [describe_sections(run.manifest) for run in runs]
+    for sections, run in zip(described, runs, strict=True):
+        sections["results"] = _results(run)
+    return {
+        section: rows
+        for section in described[0]
+        if (rows := _differences([sections[section] for sections in described]))
+    }
+
+
+def _differences(sides: list[dict[str, Any]]) -> list[list[str]]:
+    names = dict.fromkeys(name for side in sides for name in side)
+    found = {name: [side.get(name) for side in sides] for name in names}
+    rows = [
+        [printable(name, 200), *map(_shown, values)]
+        for name, values in found.items()
+        if len(set(map(repr, values))) > 1
+    ]
+    if len(rows) > _MAX_ROWS:
+        rows[_MAX_ROWS:] = [[f"… and {len(rows) - _MAX_ROWS} more", *[""] * len(sides)]]
+    return rows
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else printable(format_number(value), 300)
+
+
+def _results(run: RunData) -> dict[str, Any]:
+    results: dict[str, Any] = {"steps": run.overview["steps"], "status": run.overview["status"]}
+    for name, series in run.series.items():
+        if name.startswith(("train/", "val/")):
+            summary = series.summary(name)
+            results[f"{name} (last)"] = summary.last
+            results[f"{name} (best)"] = summary.best
+    return results
+
+
+# -- at the end of a run --------------------------------------------------------------------------
+
+
+def write_report_at_end(run: Any, status: str, *, wanted: bool = True) -> Path | None:
+    """Write the report of a run that has ended, and return its file; None if there is none.
+
+    There is none unless the run has completed or was stopped, if plotly is not installed, if
+    `wanted` is false, or if the environment variable `HOOKLINE_REPORT` is 0. An error is logged
+    and not raised: the run itself is complete.
+    """
+    is_off = os.environ.get("HOOKLINE_REPORT", "").strip().lower() in ("0", "false", "off", "no")
+    path = getattr(run, "path", None)
+    if not wanted or is_off or path is None or status not in ("completed", "stopped"):
+        return None
+    if find_spec("plotly") is None:
+        return None
+    try:
+        return make_report(OpenedRun(Path(path))).write(Path(path) / "report.html")
+    except Exception as error:  # the run is complete, and matters more
+        log.warning("The report of %s could not be made: %s", path, error, exc_info=True)
+        return None

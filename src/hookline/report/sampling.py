@@ -33,7 +33,7 @@ class SampledSeries:
     __slots__ = (
         *("counts", "highest", "highest_step", "highs", "last", "last_step", "lowest"),
         *("lowest_step", "lows", "not_finite", "not_finite_steps", "steps", "sums", "times"),
-        *("first", "total", "width"),
+        *("total", "width"),
     )
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class SampledSeries:
         self.width = 1  # values in a bucket
         self.total = self.not_finite = 0
         self.not_finite_steps: list[float] = []
-        self.first = self.last = self.last_step = math.nan
+        self.last = self.last_step = math.nan
         self.lowest, self.highest = math.inf, -math.inf
         self.lowest_step = self.highest_step = math.nan
 
@@ -54,8 +54,6 @@ class SampledSeries:
         """Add values in the order of the log, and merge buckets if there are more than `limit`."""
         values = [float(row[3]) for row in rows]
         self.total += len(values)
-        if self.total == len(values):
-            self.first = values[0]
         self.last, self.last_step = values[-1], _number(rows[-1][0])
         if not math.isfinite(sum(values)):
             rows, values = self._drop_not_finite(rows, values)

@@ -31,7 +31,7 @@ from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.errors import CheckpointError
-from hookline.hooks.checkpointing.saving_hook import SavingHook
+from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.masking import mask_secrets

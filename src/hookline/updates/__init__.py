@@ -11,42 +11,30 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.updates.gradients import Gradients, NamedParameters
-    from hookline.updates.stateful import EMAFilter, Noise
-    from hookline.updates.stateless import (
-        AGC,
-        Centralize,
-        ClipNorm,
-        ClipValue,
-        Identity,
-        Mask,
-        Scale,
-        SkipNonfinite,
-    )
+    from hookline.updates.gradients import Gradients as Gradients
+    from hookline.updates.gradients import NamedParameters as NamedParameters
+    from hookline.updates.stateful import EMAFilter as EMAFilter
+    from hookline.updates.stateful import Noise as Noise
+    from hookline.updates.stateless import AGC as AGC
+    from hookline.updates.stateless import Centralize as Centralize
+    from hookline.updates.stateless import ClipNorm as ClipNorm
+    from hookline.updates.stateless import ClipValue as ClipValue
+    from hookline.updates.stateless import Identity as Identity
+    from hookline.updates.stateless import Mask as Mask
+    from hookline.updates.stateless import Scale as Scale
+    from hookline.updates.stateless import SkipNonfinite as SkipNonfinite
 
-__all__ = [
-    "AGC",
-    "Centralize",
-    "ClipNorm",
-    "ClipValue",
-    "EMAFilter",
-    "Gradients",
-    "Identity",
-    "Mask",
-    "NamedParameters",
-    "Noise",
-    "Scale",
-    "SkipNonfinite",
+_MODULES = {
+    "gradients": ("Gradients", "NamedParameters"),
+    "stateful": ("EMAFilter", "Noise"),
+    "stateless": (
+        *("AGC", "Centralize", "ClipNorm", "ClipValue"),
+        *("Identity", "Mask", "Scale", "SkipNonfinite"),
+    ),
+}
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    *(name for names in _MODULES.values() for name in names)
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "gradients": ("Gradients", "NamedParameters"),
-        "stateless": (
-            *("AGC", "Centralize", "ClipNorm", "ClipValue"),
-            *("Identity", "Mask", "Scale", "SkipNonfinite"),
-        ),
-        "stateful": ("EMAFilter", "Noise"),
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__, _MODULES)

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from pydantic import PositiveFloat
+from torch import Tensor
 
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
 from hookline.options import BuiltIn
 from hookline.tensors.finiteness import all_finite
-from hookline.tensors.global_norm import global_norm
+from hookline.tensors.global_norm import global_norm, reduce_sum
 from hookline.tensors.parameter_names import match_parameters, parameters_by_name
-from hookline.tensors.sharded import local
+from hookline.tensors.sharded import is_sharded, local
 from hookline.updates.gradients import require_dense
-from hookline.updates.unit_norms import unit_norms
 
 __all__ = [
     "AGC",
@@ -31,6 +31,7 @@ __all__ = [
     "Scale",
     "SkipNonfinite",
 ]
+
 
 _MAX_CACHED = 64  # optimizers times patterns; parameters may change during training
 
@@ -180,10 +181,10 @@ class AGC(_PatternUpdate):
         pairs = [(weights[name], g) for name, g in gradients.items() if id(g) not in skipped]
         if not pairs:
             return
-        limits = unit_norms([weight.detach() for weight, _ in pairs])
+        limits = _unit_norms([weight.detach() for weight, _ in pairs])
         torch._foreach_clamp_min_(limits, self.eps)
         torch._foreach_mul_(limits, self.clipping)
-        norms = unit_norms([gradient for _, gradient in pairs])
+        norms = _unit_norms([gradient for _, gradient in pairs])
         torch._foreach_clamp_min_(norms, 1e-6)
         torch._foreach_div_(limits, norms)
         torch._foreach_clamp_max_(limits, 1.0)
@@ -228,3 +229,47 @@ class SkipNonfinite(BuiltIn, UpdateHook):
                 "a step. Use Hookline's trainer, or check the gradients in the loop."
             )
         skip(optimizer_idx, "non-finite gradients")
+
+
+# -- norms of units: the rows of a matrix, the filters of a convolution, a vector -----------------
+#
+# The units of a sharded tensor may be divided among ranks: a vector always is, a row if the tensor
+# is sharded along another dimension than the first.
+
+
+def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of the units that this rank has a part of, for each tensor.
+
+    Norms of divided units are reduced by one collective, which all ranks have to call.
+    """
+    norms = [_local_norms(local(tensor)) for tensor in tensors]
+    divided: dict[tuple[Any, ...], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if groups := _groups_of_units(tensor):
+            divided.setdefault(groups, []).append(i)
+    for groups, positions in divided.items():
+        squares = torch.cat([norms[i].flatten() for i in positions]).square()
+        parts = reduce_sum(squares, groups).sqrt().split([norms[i].numel() for i in positions])
+        for i, part in zip(positions, parts, strict=True):
+            norms[i] = part.view(norms[i].shape)
+    return norms
+
+
+def _groups_of_units(tensor: Any) -> tuple[Any, ...]:
+    """Return the process groups among which the units of a tensor are divided."""
+    if not is_sharded(tensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(dim)
+        for dim, place in enumerate(tensor.placements)
+        if mesh.size(dim) > 1
+        and not place.is_replicate()
+        and (tensor.ndim < 2 or not place.is_shard(0))
+    )
+
+
+def _local_norms(tensor: Tensor) -> Tensor:
+    dims = tuple(range(1, tensor.ndim)) or None
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
+    return norms

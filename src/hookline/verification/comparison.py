@@ -38,17 +38,10 @@ class Difference:
     text: str
 
 
-def compare(
-    a: Recording, b: Recording, *, ignored: frozenset[str] = frozenset()
-) -> Difference | None:
+def compare(a: Recording, b: Recording) -> Difference | None:
     """Return the first difference in what training did, without the states of hooks.
 
     If one of the runs was resumed, only the steps after that are compared.
-
-    Args:
-        a: One run.
-        b: The other.
-        ignored: Paths in the state that are not compared.
     """
     for one in (a, b):
         if one.error is not None:
@@ -62,7 +55,7 @@ def compare(
     if a.last_step != b.last_step:
         text = f"one run ends after step {a.last_step}, the other after step {b.last_step}"
         return Difference("steps", last + 1, (), text)
-    return _compare_states(a, b, ignored)
+    return _compare_states(a, b)
 
 
 def _compare_step(a: Recording, b: Recording, step: int) -> Difference | None:
@@ -91,11 +84,11 @@ def _compare_step(a: Recording, b: Recording, step: int) -> Difference | None:
     return None
 
 
-def _compare_states(a: Recording, b: Recording, ignored: frozenset[str]) -> Difference | None:
+def _compare_states(a: Recording, b: Recording) -> Difference | None:
     def is_compared(path: str) -> bool:
         return path.startswith(_RANDOM) or path.partition(".")[0] in _TRAINING
 
-    names = _differing(a.final, b.final, is_compared, ignored)
+    names = _differing(a.final, b.final, is_compared)
     if not names:
         return None
     if names[0].startswith(_RANDOM):
@@ -104,13 +97,13 @@ def _compare_states(a: Recording, b: Recording, ignored: frozenset[str]) -> Diff
 
 
 def find_hook_differences(
-    a: Recording, b: Recording, ignored: frozenset[str] = frozenset()
+    a: Recording, b: Recording, ignored: frozenset[str]
 ) -> dict[str, list[str]]:
     """Return which parts of hooks' states and attributes differ at the end, by hook.
 
     Attributes are compared for hooks of the user that have a `state_dict`.
     """
-    states = _differing(a.final, b.final, lambda path: path.startswith("hooks."), ignored)
+    states = _differing(a.final, b.final, _is_of_hook, ignored)
     found: dict[str, list[str]] = {}
     for path in states:
         name, _, inner = path.removeprefix("hooks.").partition(".")
@@ -135,16 +128,15 @@ def _differing_attributes(
         {prefix + key: value for key, value in one.attributes[name].items() if key}
         for one in (a, b)
     )
-    paths = _differing(ours, theirs, lambda _: True, ignored)
+    paths = _differing(ours, theirs, ignored=ignored)
     return [path.removeprefix(prefix) for path in paths]
 
 
 def find_unstable_paths(a: Recording, b: Recording) -> frozenset[str]:
     """Return what differs between hooks of two runs that did the same, such as measured times."""
-    paths = set(_differing(a.final, b.final, lambda path: path.startswith("hooks."), frozenset()))
+    paths = set(_differing(a.final, b.final, _is_of_hook))
     for name in a.attributes.keys() & b.attributes.keys():
-        ours, theirs = a.attributes[name], b.attributes[name]
-        differing = _differing(ours, theirs, lambda _: True, frozenset())
+        differing = _differing(a.attributes[name], b.attributes[name])
         paths |= {f"attributes.{name}.{path}" for path in differing}
     return frozenset(paths)
 
@@ -159,8 +151,15 @@ def find_first_module(a: Recording, b: Recording) -> tuple[ModuleCall, bool] | N
     return None
 
 
+def _is_of_hook(path: str) -> bool:
+    return path.startswith("hooks.")
+
+
 def _differing(
-    a: dict[str, str], b: dict[str, str], selected: Callable[[str], bool], ignored: frozenset[str]
+    a: dict[str, str],
+    b: dict[str, str],
+    selected: Callable[[str], bool] = lambda _: True,
+    ignored: frozenset[str] = frozenset(),
 ) -> tuple[str, ...]:
     paths = [*a, *(path for path in b if path not in a)]
     return tuple(

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
+from torch import Tensor
 
 from hookline.hook import Hook
 from hookline.loop.random_state import random_state
 from hookline.tensors.module_classes import module_class
-from hookline.verification.digests import digest_tensor, digest_value, flatten_state
+from hookline.tensors.nested import named_tensors
 
 __all__ = ["BatchRecord", "Interruption", "ModuleCall", "Recording", "RecordingHook", "StepRecord"]
 
 _CHECKPOINT = "hookline_verify"
 _NOT_COMPARED = ("run", "disabled", "classes")  # parts of a trainer's state
 _POSITION = ("epoch", "batches", "now")  # parts of its position in the data
+_ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device)
 
 
 class BatchRecord(NamedTuple):
@@ -125,8 +130,8 @@ class RecordingHook(Hook):
     ) -> None:
         """Record the batch."""
         self._step = step + 1
-        random = digest_value(random_state(trainer.device))
-        record = BatchRecord(step + 1, dataloader_name, batch_idx, digest_value(batch), random)
+        random = _digest_value(random_state(trainer.device))
+        record = BatchRecord(step + 1, dataloader_name, batch_idx, _digest_value(batch), random)
         self.recording.batches.append(record)
 
     def on_gradients_ready(self, model: torch.nn.Module) -> None:
@@ -139,7 +144,7 @@ class RecordingHook(Hook):
 
     def on_step_end(self, trainer: Any, model: torch.nn.Module, step: int, loss: float) -> None:
         """Record the weights, and save the checkpoint to resume from."""
-        weights = {name: digest_tensor(value) for name, value in _tensors_of(model)}
+        weights = {name: _digest_tensor(value) for name, value in _tensors_of(model)}
         self.recording.steps[step] = StepRecord(loss, weights)
         if step == self._interrupt_at:
             trainer.save_checkpoint(trainer.run.checkpoints / _CHECKPOINT)
@@ -159,18 +164,18 @@ class RecordingHook(Hook):
         recording = self.recording
         state = {k: v for k, v in trainer.state_dict().items() if k not in _NOT_COMPARED}
         state["position"] = {name: state["position"].get(name) for name in _POSITION}
-        recording.final = flatten_state({**state, "model": dict(_tensors_of(model))})
+        recording.final = _flatten_state({**state, "model": dict(_tensors_of(model))})
         for name in trainer.hooks.list_hooks():
             hook = trainer.hooks.get_hook(name)
             if hook is not self and not type(hook).__module__.startswith("hookline."):
                 values = {k: v for k, v in vars(hook).items() if not isinstance(v, bool)}
-                recording.attributes[name] = flatten_state(values, plain_only=True)
+                recording.attributes[name] = _flatten_state(values, plain_only=True)
         recording.stateful_hooks = set(state["hooks"]) & set(recording.attributes)
 
     def _watch(self, name: str) -> Callable[..., None]:
         def record(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
-                inputs, outputs = digest_value((args, kwargs)), digest_value(output)
+                inputs, outputs = _digest_value((args, kwargs)), _digest_value(output)
                 call = ModuleCall(self._step, name, module_class(module).__name__, inputs, outputs)
                 self.recording.modules.append(call)
 
@@ -179,7 +184,7 @@ class RecordingHook(Hook):
     def _record_gradients(self, model: torch.nn.Module, moment: str) -> None:
         if self._traces:
             self.recording.gradients[self._step, moment] = {
-                name: digest_tensor(parameter.grad)
+                name: _digest_tensor(parameter.grad)
                 for name, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
@@ -187,3 +192,60 @@ class RecordingHook(Hook):
 
 def _tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+# -- digests: texts that are equal only if the values are equal bit for bit -----------------------
+
+
+@torch.no_grad()
+def _digest_tensor(tensor: Tensor) -> str:
+    """Return the type, the shape and a hash of a tensor's values; waits for its device."""
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    values = values.cpu().resolve_conj().resolve_neg().contiguous()
+    size = values.numel() * values.element_size()
+    memory: Any = (ctypes.c_char * size).from_address(values.data_ptr()) if size else b""
+    kind = str(values.dtype).removeprefix("torch.")
+    return f"{kind}{list(values.shape)} {xxhash.xxh3_64_hexdigest(memory)}"
+
+
+def _digest_value(value: Any) -> str:
+    """Return a hash of a nested value, such as a batch or random states."""
+    if isinstance(value, Tensor):
+        return _digest_tensor(value)
+    return xxhash.xxh3_64_hexdigest(repr(_flatten_state(value)).encode())  # `repr` escapes
+
+
+def _flatten_state(value: Any, *, plain_only: bool = False) -> dict[str, str]:
+    """Return a nested value as text by dotted path: numbers in full, tensors as digests.
+
+    With `plain_only`, other objects are omitted, instead of including the tensors in them.
+    """
+    return dict(_flatten(value, "", plain_only, depth=0))
+
+
+def _flatten(value: Any, name: str, plain_only: bool, depth: int) -> Iterator[tuple[str, str]]:
+    prefix = f"{name}." if name else ""
+    if isinstance(value, Tensor):
+        yield name, _digest_tensor(value)
+    elif isinstance(value, float):
+        yield name, "nan" if value != value else value.hex()
+    elif isinstance(value, _ATOMS):
+        yield name, repr(value)
+    elif isinstance(value, torch.Generator):
+        yield name, _digest_tensor(value.get_state())
+    elif isinstance(value, Mapping) and depth < 20:
+        yield name, f"{len(value)} keys"
+        for key, inner in list(value.items()):
+            yield from _flatten(inner, f"{prefix}{key}", plain_only, depth + 1)
+    elif isinstance(value, list | tuple | deque) and depth < 20:
+        yield name, f"{len(value)} items"
+        for i, inner in enumerate(list(value)):
+            yield from _flatten(inner, f"{prefix}{i}", plain_only, depth + 1)
+    elif hasattr(value, "__array__") and hasattr(value, "dtype"):
+        array: Any = value  # of numpy
+        yield name, f"{array.dtype}{list(array.shape)} {xxhash.xxh3_64_hexdigest(array.tobytes())}"
+    elif not plain_only:
+        for inner_name, tensor in named_tensors(value, name):
+            yield inner_name, _digest_tensor(tensor)

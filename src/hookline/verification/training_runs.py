@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import ConfigError
-from hookline.hooks.checkpointing.saving_hook import SavingHook
+from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
 from hookline.hooks.checkpointing.upload import UploadHook
 from hookline.hooks.notification.notification_hook import NotificationHook
 from hookline.loop.random_state import seed_everything
@@ -44,11 +44,11 @@ class TrainingRuns:
         self,
         make_trainer: Callable[[], Any],
         folder: Path,
-        watch: Watch | None = None,
-        fit_options: Mapping[str, Any] | None = None,
+        watch: Watch | None,
+        fit_options: Mapping[str, Any],
     ) -> None:
         self._make_trainer = make_trainer
-        self._fit_options = dict(fit_options or {})
+        self._fit_options = fit_options
         self._folder = folder
         self._watch = watch
         self._seed = 0
@@ -59,19 +59,11 @@ class TrainingRuns:
             self._seed = trainer.config.seed
         hooks = {name: trainer.hooks.get_hook(name) for name in trainer.hooks.list_hooks()}
         self.not_run = [n for n, hook in hooks.items() if _leaves_process(hook)]
-        self.disabled = [
-            info.name
-            for info in trainer.hooks.describe()
-            if not info.enabled and info.name not in self.not_run
-        ]
-        off = {*self.not_run, *self.disabled}
+        off = {*self.not_run, *(one.name for one in trainer.hooks.describe() if not one.enabled)}
         self.observers = [n for n, h in hooks.items() if n not in off and not h.intervenes]
         self.hooks = [name for name in hooks if name not in off]
-        self.config = trainer.config
-        self.accumulate = trainer.config.accumulate
         length = None if trainer.train_data is None else trainer.train_data.length()
-        self.epoch_steps = None if length is None else -(-length // self.accumulate)
-        self.max_epochs = trainer.max_epochs
+        self.epoch_steps = None if length is None else -(-length // trainer.config.accumulate)
 
     def run(
         self,
@@ -86,16 +78,8 @@ class TrainingRuns:
     ) -> Recording:
         """Train for a number of steps, counted from the start of training; return what happened.
 
-        An error of the training is in the recording.
-
-        Args:
-            label: What is being checked.
-            steps: The last step.
-            disabled: The names of hooks to disable.
-            removed: The names of hooks to remove: their states are not restored either.
-            interrupt_at: The step after which to save a checkpoint and to end.
-            resume_from: The checkpoint to resume from.
-            traces: Also record the calls of modules, and gradients.
+        An error of the training is in the recording. The states of hooks that are `removed` are not
+        restored either. With `interrupt_at`, training ends after that step and its checkpoint.
         """
         watch = self._watch
         on_step = None if watch is None else lambda step: watch(label, step, steps)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hookline.arguments import check_function, check_instance, describe_value, show_value
 from hookline.errors import ArgumentError, ConfigError, TrainingError, listed, nearest
-from hookline.verification.bisection import find_culprits
+from hookline.printable import printable
+from hookline.text_tables import format_table
 from hookline.verification.comparison import (
     Difference,
     compare,
@@ -24,17 +26,92 @@ from hookline.verification.comparison import (
     find_unstable_paths,
 )
 from hookline.verification.recording import Recording
-from hookline.verification.report import Check, Culprit, Report
 from hookline.verification.training_runs import TrainingRuns, Watch
 
-__all__ = ["verify"]
+__all__ = ["Check", "Culprit", "Report", "verify"]
 
 _SHORT_EPOCH = 40  # an epoch of up to so many steps is run to its end by default
 _DEFAULT_STEPS = 20
 _FIT_OPTIONS = ("per_sample_seed", "strict")
 _SEED, _RESUME, _HOOKS = "the same seed twice", "resumed after step", "observing hooks on and off"
 
+_MAX_CULPRITS = 5  # that are looked for
+_NOT_AGAIN = "The difference did not occur again when it was looked for."
+
 Pair = Callable[[Sequence[str], bool], tuple[Recording, Recording]]
+Test = Callable[[Sequence[str]], bool]
+
+
+# -- the result -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What makes two runs differ.
+
+    Attributes:
+        kind: "hook", "loader", "module", "parameter", or "unknown".
+        name: Its name in the trainer; "" if it has none.
+        reason: How it was found.
+    """
+
+    kind: Literal["hook", "loader", "module", "parameter", "unknown"]
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        name, reason = printable(self.name), printable(self.reason, 1000)
+        return f"{self.kind} '{name}': {reason}" if name else reason
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of two runs.
+
+    Attributes:
+        name: What was checked.
+        result: "ok", "failed", or "skipped".
+        compared: What was compared, or why nothing was.
+        difference: The first difference; "" if there is none.
+        culprits: What makes the difference.
+    """
+
+    name: str
+    result: Literal["ok", "failed", "skipped"]
+    compared: str
+    difference: str = ""
+    culprits: tuple[Culprit, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of `hookline.verify`: each check, and notes about what was not checked."""
+
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...] = ()
+    ok: bool = field(init=False)
+    """Whether every check has passed. A check that was skipped has not."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ok", all(check.result == "ok" for check in self.checks))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON types."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [(check.name, check.result, check.compared) for check in self.checks]
+        lines = [format_table(("check", "result", "compared"), rows)]
+        for check in self.checks:
+            if check.difference:
+                lines += ["", f"{check.name}: {printable(check.difference, 1000)}."]
+                lines += [f"  {culprit}" for culprit in check.culprits]
+        if self.notes:
+            lines += ["", *(f"note: {printable(note, 1000)}" for note in self.notes)]
+        return "\n".join(lines)
+
+
+# -- the checks -----------------------------------------------------------------------------------
 
 
 def verify(
@@ -139,7 +216,7 @@ class _Verification:
 
     def _check_seed(self, first: Recording, second: Recording) -> Check:
         difference = compare(first, second)
-        compared = self._describe(first, 0)
+        compared = _describe_steps(first, 0)
         if difference is None:
             return Check(_SEED, "ok", compared)
         last = difference.step or self._steps
@@ -155,7 +232,7 @@ class _Verification:
         if step == self._runs.epoch_steps:
             name += ", the end of an epoch"
         resumed = self._interrupt_and_resume(name, step, self._steps)
-        compared = self._describe(resumed, step)
+        compared = _describe_steps(resumed, step)
         difference = compare(first, resumed)
         if difference is None:
             found = find_hook_differences(first, resumed, unstable)
@@ -188,7 +265,7 @@ class _Verification:
         observers = self._runs.observers
         if not observers:
             return Check(_HOOKS, "ok", "nothing: there is no hook that only observes")
-        compared = f"{self._describe(first, 0)}, hooks {listed(observers)}"
+        compared = f"{_describe_steps(first, 0)}, hooks {listed(observers)}"
         without = self._runs.run(_HOOKS, self._steps, disabled=observers)
         difference = compare(first, without)
         if difference is None:
@@ -206,7 +283,7 @@ class _Verification:
             base = run((), last)
             return lambda enabled: compare(run(enabled, last), base) is not None
 
-        found = find_culprits(observers, make_test)
+        found = _find_culprits(observers, make_test)
         reason = "training differs with it, and it does not say `intervenes = True`"
         culprits = _name_hooks(found, reason) or (Culprit("unknown", "", _NOT_AGAIN),)
         return Check(_HOOKS, "failed", compared, difference.text, culprits)
@@ -216,9 +293,7 @@ class _Verification:
     def _find(self, difference: Difference, pair: Pair) -> tuple[Culprit, ...]:
         """Return what makes two runs differ that should do the same.
 
-        Args:
-            difference: The first difference.
-            pair: Runs both again, without some hooks, and with traces if asked for.
+        `pair` runs both again, without some hooks, and with traces if asked for.
         """
         if difference.kind == "batch":
             (loader,) = difference.names
@@ -230,7 +305,7 @@ class _Verification:
             def differs(enabled: Sequence[str]) -> bool:
                 return _differ(pair([name for name in hooks if name not in enabled], False))
 
-            found = find_culprits(hooks, lambda names: differs if differs(names) else None)
+            found = _find_culprits(hooks, lambda names: differs if differs(names) else None)
             if found:
                 return _name_hooks(found, "without it, both runs are the same")
         return self._find_in_model(difference, *pair((), True))
@@ -264,9 +339,6 @@ class _Verification:
 
     # -- text -------------------------------------------------------------------------------------
 
-    def _describe(self, recording: Recording, start: int) -> str:
-        return f"steps {start + 1} to {recording.last_step}"
-
     def _notes(self, last: int, unstable: frozenset[str]) -> list[str]:
         runs = self._runs
         notes = [
@@ -293,7 +365,8 @@ class _Verification:
         return notes
 
 
-_NOT_AGAIN = "The difference did not occur again when it was looked for."
+def _describe_steps(recording: Recording, start: int) -> str:
+    return f"steps {start + 1} to {recording.last_step}"
 
 
 def _differ(pair: tuple[Recording, Recording]) -> bool:
@@ -306,3 +379,37 @@ def _name_hooks(found: list[tuple[str, ...]], reason: str) -> tuple[Culprit, ...
         others = f" (only together: {listed(names)})" if len(names) > 1 else ""
         culprits += [Culprit("hook", name, reason + others) for name in names]
     return tuple(culprits)
+
+
+# -- bisection ------------------------------------------------------------------------------------
+
+
+def _find_culprits(
+    names: Sequence[str], make_test: Callable[[Sequence[str]], Test | None]
+) -> list[tuple[str, ...]]:
+    """Return the hooks that make a difference; several together if none of them does alone.
+
+    `make_test` gets the hooks that are left. It returns None if they make no difference, else a
+    function that returns whether some of them do. Half of them are switched off at a time.
+    """
+    culprits: list[tuple[str, ...]] = []
+    remaining = list(names)
+    while remaining and len(culprits) < _MAX_CULPRITS:
+        differs = make_test(remaining)
+        if differs is None:
+            break
+        found = _narrow(remaining, differs)
+        culprits.append(tuple(found))
+        remaining = [name for name in remaining if name not in found]
+    return culprits
+
+
+def _narrow(names: list[str], differs: Test) -> list[str]:
+    """Return a smallest part that still makes a difference; all of them do."""
+    if len(names) == 1:
+        return names
+    middle = len(names) // 2
+    for half in (names[:middle], names[middle:]):
+        if differs(half):
+            return _narrow(half, differs)
+    return names

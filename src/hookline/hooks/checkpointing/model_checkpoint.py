@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from string import Formatter
+from time import monotonic
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from hookline.arguments import user_path
+from hookline.arguments import show_value, user_path
 from hookline.checkpoint.retention import Retention
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import ConfigError
-from hookline.hooks.checkpointing.filename import Filename
-from hookline.hooks.checkpointing.saving_hook import SavingHook, logged_failures
-from hookline.hooks.checkpointing.step_trigger import StepTrigger
+from hookline.hooks.checkpointing.checkpoint_hook import SavingHook, logged_failures
 from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
 
 __all__ = ["ModelCheckpoint"]
 
 log = logging.getLogger("hookline")
+
+_COUNTERS = ("epoch", "step")  # fields of a filename that are not metrics
 
 
 class ModelCheckpoint(SavingHook, RequiresMetrics):
@@ -78,18 +81,19 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         folder: str | Path | None = None,
         save_weights_only: bool = False,
     ) -> None:
-        in_epochs = {
-            "every_n_epochs": every_n_epochs,
-            "save_on_train_epoch_end": save_on_train_epoch_end or None,
-        }
         _check_triggers(
-            {"every_n_steps": every_n_steps, "every_n_minutes": every_n_minutes}, in_epochs
+            every_n_steps=every_n_steps,
+            every_n_minutes=every_n_minutes,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
         )
         _check_retention(save_top_k, keep_last, keep_every, every_n_steps)
         self._monitor, self._mode = monitor, mode
         self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
-        self._trigger = StepTrigger(steps=every_n_steps, minutes=every_n_minutes)
-        self._filename = Filename(filename, insert_names=auto_insert_metric_name)
+        self._every_steps, self._every_minutes = every_n_steps, every_n_minutes
+        self._saves_between_steps = bool(every_n_steps or every_n_minutes)
+        self._last_time = monotonic()  # not saved: a resumed run counts minutes from its own start
+        self._filename = _Filename(filename, insert_names=auto_insert_metric_name)
         self._folder = None if folder is None else user_path(folder)
         self._save_last = save_last
         self.saves_weights_only = save_weights_only
@@ -107,7 +111,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._saved_step = self._measured_step = -1
         self._epochs_ended = 0
         self._is_training = self._has_validated = False
-        if self._trigger.is_used:  # then a loop that does not provide epochs is enough
+        if self._saves_between_steps:  # then a loop that does not provide epochs is enough
             self.hookline_optional_events = frozenset(  # type: ignore[misc]
                 {"on_epoch_start", "on_epoch_end", "on_validation_end"}
             )
@@ -136,7 +140,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     def on_train_start(self, trainer: Any) -> None:
         """Find the folder; a run that is not resumed starts without checkpoints."""
         super().on_train_start(trainer)
-        self._trigger.start()
+        self._last_time = monotonic()
         if not self._resumed:
             self._latest_metrics, self._epochs_ended = Metrics(), 0
             self._saved_step = self._measured_step = -1
@@ -150,12 +154,22 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     ) -> None:
         """Save every N steps or minutes; skipped steps are not counted."""
         self._is_training = True
-        if step == self._saved_step or not step or not self._trigger.is_due(step):
+        if step == self._saved_step or not step or not self._is_due(step):
             return
         self._saved_step = step
         if loss is not None:
             self._latest_metrics["train/loss"] = loss
         self._save(trainer, epoch, step, self._latest_metrics)
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether to save after a step; if so, count minutes from now."""
+        if self._every_minutes is None:
+            return self._every_steps is not None and step % self._every_steps == 0
+        now = monotonic()
+        if now - self._last_time < 60 * self._every_minutes:
+            return False
+        self._last_time = now
+        return True
 
     def on_validation_end(self, trainer: Any, step: int, metrics: Any, epoch: int = 0) -> None:
         """Save after validation, or update the score of the step's checkpoint."""
@@ -163,7 +177,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             return
         self._keep_metrics(metrics)
         self._measured_step, self._has_validated = step, True
-        if self._trigger.is_used:
+        if self._saves_between_steps:
             if step == self._saved_step:  # the same weights, whose score is known only now
                 with logged_failures(trainer):
                     self._retention.rescore(step, self._score(self._latest_metrics, step))
@@ -176,7 +190,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._keep_metrics(metrics)
         if not self._validates(trainer):
             self._measured_step = step
-        if not self._trigger.is_used and self._saves_at_epoch_end(trainer):
+        if not self._saves_between_steps and self._saves_at_epoch_end(trainer):
             self._save_in_epoch(trainer, epoch, step, metrics)
 
     def on_train_end(self, trainer: Any, step: int, status: str, epoch: int = 0) -> None:
@@ -197,7 +211,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 
     def required_metrics(self, trainer: Any) -> tuple[str, list[str]]:
         """Return the event in which it saves, and the metrics for ranks and names."""
-        late = self._trigger.is_used or self._saves_at_epoch_end(trainer)
+        late = self._saves_between_steps or self._saves_at_epoch_end(trainer)
         names = [*([] if self._monitor is None else [self._monitor]), *self._filename.metrics]
         return "on_epoch_end" if late else "on_validation_end", names
 
@@ -241,7 +255,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 
     def _value(self, metrics: Mapping[str, Any], name: str, step: int) -> float:
         """Return a metric; NaN if it was not measured for these weights, and may be later."""
-        early = self._trigger.is_used and not self._epochs_ended
+        early = self._saves_between_steps and not self._epochs_ended
         if name not in metrics and (early or not self._is_training or step != self._measured_step):
             return math.nan
         return metric_value(metrics, name, type(self).__name__)
@@ -252,7 +266,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 
     def checkpoint_failed(self, path: str, error: Exception | None) -> None:
         """Free the checkpoint's name, and save the step again if it is the last one."""
-        failed = self._discard(Path(path))
+        failed = self._retention.discard(Path(path))
         if failed is not None and failed.step == self._saved_step:
             self._saved_step = -1
 
@@ -287,11 +301,10 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._epochs_ended = int(state["epochs_seen"])
 
 
-def _check_triggers(between_steps: Mapping[str, Any], in_epochs: Mapping[str, Any]) -> None:
+def _check_triggers(**options: Any) -> None:
     """Raise if two options determine when to save, and neither refines the other."""
-    given = [name for name, value in between_steps.items() if value is not None]
-    given += [name for name, value in in_epochs.items() if value is not None]
-    if len(given) > 1 and given[0] in between_steps:
+    given = [name for name, value in options.items() if value]
+    if len(given) > 1 and given[0] in ("every_n_steps", "every_n_minutes"):
         raise ConfigError(
             f"ModelCheckpoint: {given[0]} and {given[1]} both determine when to save. Pass one of "
             "them, or add two hooks."
@@ -315,3 +328,58 @@ def _check_retention(
             f"every_n_steps={every_n_steps} saves one in that many steps. Pass a larger "
             "keep_every, or save_top_k=-1."
         )
+
+
+class _Filename:
+    """A pattern for checkpoint names, such as `epoch_{epoch}_{val/loss:.2f}`, checked at once.
+
+    With `insert_names`, `{epoch}` is written as `epoch=3` instead of `3`. `metrics` are the names
+    of the metrics in the pattern.
+    """
+
+    def __init__(self, pattern: str, *, insert_names: bool) -> None:
+        self._insert_names = insert_names
+        try:
+            parts = list(Formatter().parse(pattern))
+        except ValueError as error:
+            raise ConfigError(f"filename is {show_value(pattern)}: {error}.") from None
+        if not pattern.strip():
+            raise ConfigError("filename is empty. Use a pattern such as '{epoch}-{step}'.")
+        self._parts = [(text, name, spec or "") for text, name, spec, _ in parts]
+        self.metrics = [name for _, name, _ in self._parts if name and name not in _COUNTERS]
+        for _, name, spec, conversion in parts:
+            if name is not None:
+                _check_field(pattern, name, spec or "", conversion)
+
+    def render(self, epoch: int, step: int, value_of: Callable[[str], float]) -> str:
+        """Return the name; `value_of` returns the value of a metric."""
+        counters = {"epoch": epoch, "step": step}
+        name = ""
+        for text, field, spec in self._parts:
+            name += text
+            if field is not None:
+                value = counters[field] if field in counters else value_of(field)
+                name += f"{field}=" if self._insert_names else ""
+                name += format(value, spec)
+        return _folder_name(name)
+
+
+def _check_field(pattern: str, name: str, spec: str, conversion: str | None) -> None:
+    if not name or conversion:
+        raise ConfigError(
+            f"filename is {show_value(pattern)}: a field is 'epoch', 'step' or the name of a "
+            "metric, with "
+            "an optional format after a colon, as in {val/loss:.2f}."
+        )
+    try:
+        format(1 if name in _COUNTERS else 1.0, spec)
+    except ValueError as error:
+        raise ConfigError(
+            f"filename is {show_value(pattern)}: invalid format for '{name}': {error}."
+        ) from None
+
+
+def _folder_name(text: str) -> str:
+    """Return a text as a valid folder name that is not hidden, and not `last` or `best`."""
+    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", text)
+    return f"_{name}" if name.startswith(".") or name in ("last", "best") else name

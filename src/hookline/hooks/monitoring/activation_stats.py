@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pydantic import PositiveInt
 
-from hookline.hook import ForwardHook, HookGroup
-from hookline.options import BuiltIn
+from hookline.hook import ForwardHook
+from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 from hookline.tensors.nested import tensors_in
 
 __all__ = ["ActivationStats"]
@@ -18,7 +18,7 @@ __all__ = ["ActivationStats"]
 log = logging.getLogger("hookline")
 
 
-class ActivationStats(BuiltIn, ForwardHook):
+class ActivationStats(TrainingMonitor, ForwardHook):
     """Logs the mean and standard deviation of the model's outputs.
 
     A tensor is logged as `activations/mean` and `activations/std`. The tensors of a mapping, also
@@ -29,8 +29,6 @@ class ActivationStats(BuiltIn, ForwardHook):
         log_interval: log every N batches, starting with the first.
     """
 
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
     cost = "Two reductions of each output in the batches it logs, without waiting for the device."
 
     def __init__(self, log_interval: PositiveInt = 100) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from pydantic import PositiveInt
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HookConfigError
-from hookline.hooks.monitoring.attention_calls import AttentionCalls
-from hookline.hooks.monitoring.module_monitor import ModuleMonitor
+from hookline.hooks.monitoring.monitor_bases import ModuleMonitor
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 
-__all__ = ["AttentionMonitor"]
+__all__ = ["AttentionCalls", "AttentionMonitor", "LogitStatistics"]
+
+_FUSED = torch.nn.functional.scaled_dot_product_attention
+_MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+_MULTI_HEAD_SIGNATURE = inspect.signature(_MULTI_HEAD)
+_SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
+_BLOCK = 1 << 22  # logits that are computed at once
 
 
 class AttentionMonitor(ModuleMonitor):
@@ -174,3 +185,273 @@ def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in named.items()
         if not any(other.startswith(f"{name}." if name else "") for other in named if other != name)
     }
+
+
+# -- what a module computes with torch's functions: its logits, or a bound of them ----------------
+
+
+class LogitStatistics:
+    """What was measured of the attention in one call of a module, by head."""
+
+    def __init__(self) -> None:
+        self._largest: Tensor | None = None
+        self._entropy: tuple[Tensor, Tensor] | None = None  # the sum, and of how many queries
+        self._bound: Tensor | None = None
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The measures by name, each with a value for each head."""
+        found: dict[str, Tensor] = {}
+        if self._largest is not None and self._entropy is not None:
+            total, queries = self._entropy
+            found = {"max_logit": self._largest, "entropy": total / queries}
+        if self._bound is not None:
+            found["max_logit_bound"] = self._bound
+        return found
+
+    def add_logits(self, blocks: Iterable[Tensor]) -> None:
+        """Measure logits in blocks with the dimensions batch, heads, queries and keys."""
+        for block in blocks:
+            logits = block.float()
+            of_queries = logits.amax(-1)
+            # All keys of a query may be masked: it attends to nothing.
+            is_masked = of_queries == -math.inf
+            entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(is_masked, 0.0)
+            self._add(of_queries.amax((0, 2)), entropy.sum((0, 2)), (~is_masked).sum((0, 2)))
+
+    def _add(self, largest: Tensor, entropy: Tensor, queries: Tensor) -> None:
+        if self._largest is None or self._entropy is None:
+            self._largest, self._entropy = largest, (entropy, queries)
+        elif self._largest.shape == largest.shape:
+            total, known = self._entropy
+            self._largest = torch.maximum(self._largest, largest)
+            self._entropy = total + entropy, known + queries
+
+    def add_bound(self, bound: Tensor) -> None:
+        """Add a bound of the logits of each head."""
+        if self._bound is None:
+            self._bound = bound
+        elif self._bound.shape == bound.shape:
+            self._bound = torch.maximum(self._bound, bound)
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Measures softmax and fused attention in one call of a module; nothing is changed.
+
+    A failure of a measurement is kept as `error`, so that the module does not fail.
+
+    Args:
+        heads: the number of heads, for logits whose first dimension is batch and heads together.
+        recompute: compute the logits of fused attention.
+    """
+
+    def __init__(self, heads: int | None, *, recompute: bool) -> None:
+        super().__init__()
+        self.statistics = LogitStatistics()
+        self.error: Exception | None = None
+        self._heads = heads
+        self._recompute = recompute
+        self._handle: RemovableHandle | None = None
+        self._active = ExitStack()
+
+    def start(self, module: nn.Module) -> None:
+        """Watch a module's call that begins, until it ends or raises, or until `stop`."""
+        # A hook of its own, since the monitor may be disabled within the call. If the module
+        # raises, only the last hook may be removed while PyTorch calls them: this one.
+        self._handle = module.register_forward_hook(lambda *_: self.stop(), always_call=True)
+        self._active.enter_context(self)
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            active = self._active.pop_all()
+            if self in _get_current_function_mode_stack():
+                active.close()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function; measure it first if it is attention."""
+        kwargs = kwargs or {}
+        if not torch.compiler.is_compiling():
+            try:
+                self._measure(func, args, kwargs)
+            except Exception as error:
+                self.error = error
+        return func(*args, **kwargs)
+
+    def _measure(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if func is _FUSED:
+            self._measure_fused(*args, **kwargs)
+        elif func is _MULTI_HEAD:  # what it calls is not seen
+            self._measure_multi_head(*args, **kwargs)
+        elif func in _SOFTMAX:
+            self._measure_softmax(*args, **kwargs)
+
+    @torch.no_grad()
+    def _measure_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
+        if dim is None or input.ndim < 3 or dim not in (-1, input.ndim - 1):
+            return
+        if not input.is_floating_point() or input.is_nested or not input.numel():
+            return
+        logits = input.detach()
+        if logits.ndim == 3:
+            logits = _with_heads(logits, self._heads)
+        logits = logits.flatten(1, -3)  # queries may be grouped by keys
+        rows = _rows_of_block(logits[..., 0, :].numel())
+        self.statistics.add_logits(logits.split(rows, -2))
+
+    @torch.no_grad()
+    def _measure_multi_head(self, *args: Any, **kwargs: Any) -> None:
+        call = _MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        query, key = _project(given)
+        mask = _join_masks(given, query, key)
+        factor = 1 / math.sqrt(query.shape[-1])
+        exact = given["need_weights"] or self._recompute
+        self._measure_pair(query, key, factor, mask, exact=exact, is_causal=False)
+
+    @torch.no_grad()
+    def _measure_fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        if query.is_nested:
+            return
+        q, k = (_with_heads(one.detach(), self._heads) for one in (query, key))
+        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        if k.shape[-3] != q.shape[-3]:  # grouped queries
+            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        mask = attn_mask
+        if mask is not None:
+            mask = mask.detach().expand(*query.shape[:-1], key.shape[-2])
+            mask = _with_heads(mask, self._heads)
+        self._measure_pair(q, k, factor, mask, exact=self._recompute, is_causal=is_causal)
+
+    def _measure_pair(
+        self,
+        query: Tensor,
+        key: Tensor,
+        factor: float,
+        mask: Tensor | None,
+        *,
+        exact: bool,
+        is_causal: bool,
+    ) -> None:
+        """Measure the logits of queries and keys, or a bound of them."""
+        if not query.numel() or not key.numel():
+            return
+        if exact:
+            with torch.autocast(query.device.type, enabled=False):
+                blocks = _logit_blocks(query, key, factor, mask, is_causal=is_causal)
+                self.statistics.add_logits(blocks)
+            return
+        bound = (_largest_norm(query) * _largest_norm(key)).amax(0) * abs(factor)
+        if mask is not None and mask.dtype is not torch.bool:  # may be a bias
+            bound = bound + mask.float().amax((0, 2, 3))
+        self.statistics.add_bound(bound)
+
+
+def _project(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the queries and keys of `multi_head_attention_forward`, by batch and head."""
+    heads = given["num_heads"]
+    weights = given["q_proj_weight"], given["k_proj_weight"]
+    if not given["use_separate_proj_weight"]:
+        weights = given["in_proj_weight"].chunk(3)[:2]
+    bias = given["in_proj_bias"]
+    biases = (None, None) if bias is None else bias.chunk(3)[:2]
+    found: list[Tensor] = []
+    for tensor, weight, own_bias in zip(
+        (given["query"], given["key"]), weights, biases, strict=True
+    ):
+        batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(1)  # positions, batch, features
+        found.append(torch.nn.functional.linear(batched, weight, own_bias).detach())
+    query, key = found
+    if given["bias_k"] is not None:  # one more key
+        key = torch.cat([key, given["bias_k"].detach().expand(1, *key.shape[1:]).to(key.dtype)])
+    if given["add_zero_attn"]:
+        key = torch.nn.functional.pad(key, (0, 0, 0, 0, 0, 1))
+    query, key = (one.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for one in (query, key))
+    return query, key
+
+
+def _join_masks(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
+    """Return what `multi_head_attention_forward` adds to the logits."""
+    mask, padding = given["attn_mask"], given["key_padding_mask"]
+    joined: Tensor | None = None
+    if mask is not None:
+        joined = _as_addend(mask)
+        joined = joined.view(-1, query.shape[1] if mask.ndim == 3 else 1, *mask.shape[-2:])
+    if padding is not None:
+        added = _as_addend(padding).view(len(query), 1, 1, -1)
+        joined = added if joined is None else joined + added
+    if joined is None:
+        return None
+    return torch.nn.functional.pad(joined, (0, key.shape[-2] - joined.shape[-1]))
+
+
+def _as_addend(mask: Tensor) -> Tensor:
+    mask = mask.detach()
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -math.inf)
+
+
+def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
+    """Return a tensor with at least the dimensions batch, heads, positions and features."""
+    if tensor.ndim < 3:
+        tensor = tensor[None]
+    if tensor.ndim == 3:
+        fits = heads is not None and len(tensor) % heads == 0
+        split: Tensor = tensor.unflatten(0, (-1, heads if fits and heads else 1))
+        return split
+    return tensor.flatten(0, -4)
+
+
+def _largest_norm(vectors: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(vectors.float(), dim=-1)
+    return norms.amax(-1)
+
+
+def _rows_of_block(size: int) -> int:
+    """Return how many queries are measured at once, if each of them has so many logits."""
+    return max(1, _BLOCK // size)
+
+
+def _logit_blocks(
+    query: Tensor, key: Tensor, factor: float, mask: Tensor | None, *, is_causal: bool
+) -> Iterator[Tensor]:
+    """Compute the logits, in blocks of queries."""
+    batch, heads, length, _ = query.shape
+    rows = _rows_of_block(batch * heads * key.shape[-2])
+    keys = key.float().transpose(-2, -1)
+    for start in range(0, length, rows):
+        block = query[..., start : start + rows, :].float()
+        logits = block @ keys * factor
+        if is_causal:
+            positions = torch.arange(start, start + block.shape[-2], device=query.device)
+            later = torch.arange(key.shape[-2], device=query.device) > positions[:, None]
+            logits = logits.masked_fill(later, -math.inf)
+        if mask is not None:
+            part = mask if mask.shape[-2] == 1 else mask[..., start : start + rows, :]
+            if part.dtype is torch.bool:
+                logits = logits.masked_fill(~part, -math.inf)
+            else:
+                logits = logits + part
+        yield logits

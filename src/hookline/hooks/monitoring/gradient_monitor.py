@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from hookline.errors import ConfigError
-from hookline.hook import HookGroup
-from hookline.hooks.monitoring.monitored_parameters import MonitoredNames, MonitoredParameters
+from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.loop.processes import is_main_process
-from hookline.options import BuiltIn
 from hookline.tensors.reading import read_tensors
-from hookline.tensors.tensor_statistics import Columns, merge_ranks
+from hookline.tensors.tensor_statistics import merge_ranks
 
 __all__ = ["GradientMonitor"]
 
@@ -30,7 +28,7 @@ Report = dict[str, dict[str, Any]]
 """By measure, then by layer: a number, or a list of them."""
 
 
-class GradientMonitor(BuiltIn):
+class GradientMonitor(ParameterMonitor):
     """Logs the size of gradients, for each parameter and in total.
 
     Gradients are measured when they are complete: accumulated, unscaled, not yet clipped. The norms
@@ -69,8 +67,6 @@ class GradientMonitor(BuiltIn):
         "weights during the step. For sharded gradients a report is one collective, and up to "
         "three with histograms or percentiles."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
 
     def __init__(
         self,
@@ -86,11 +82,10 @@ class GradientMonitor(BuiltIn):
         vanishing: PositiveFloat | None = 1e-7,
         exploding: PositiveFloat | None = 1e3,
     ) -> None:
-        self.log_frequency = log_frequency
+        super().__init__(log_frequency, param_filter)
         self.log_norm = log_norm
         self.log_histogram = log_histogram
         self.percentiles = list(percentiles or ())
-        self.param_filter = param_filter
         full = log_histogram or bool(self.percentiles)
         self.log_statistics = full if log_statistics is None else log_statistics
         self.bins = bins
@@ -106,17 +101,10 @@ class GradientMonitor(BuiltIn):
                 "update_ratio, percentiles and both warnings are off. Turn one of them on, or "
                 "remove the hook."
             )
-        self._names = MonitoredNames("GradientMonitor", param_filter)
-        self._measured: dict[int, _OptimizerGradients] = {}
         self._step = 0  # that is measured: a step that is skipped does not count in `on_step_end`
         self._vanishing_layers: set[str] = set()
         self._exploding_layers: set[str] = set()
         self._nonfinite_layers: set[str] = set()
-
-    def on_train_start(self, model: torch.nn.Module) -> None:
-        """Find the parameters to monitor; raise an error that ends training if there are none."""
-        self._measured.clear()
-        self._names.find(model)
 
     def on_gradients_ready(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -125,7 +113,7 @@ class GradientMonitor(BuiltIn):
         if (step + 1) % self.log_frequency:
             return
         self._step = step + 1
-        gradients = _OptimizerGradients(optimizers[optimizer_idx], self._names.of(model))
+        gradients = MonitoredParameters(optimizers[optimizer_idx], self.names_in(model))
         if gradients.names:
             self._measured[optimizer_idx] = gradients
             self._measure(gradients)
@@ -156,12 +144,11 @@ class GradientMonitor(BuiltIn):
         if self._needs_norms and is_main_process():  # all ranks have the same gradients
             self._warn(self._step, report["norm"])
 
-    def _measure(self, gradients: _OptimizerGradients) -> None:
+    def _measure(self, gradients: MonitoredParameters) -> None:
         statistics, columns = gradients.statistics, gradients.columns
         if self._needs_norms:
             columns["norm"] = statistics.norms()
         if self._needs_statistics:
-            gradients.sizes = statistics.sizes()
             columns.update(statistics.moments())
             if self.log_histogram or self.percentiles:
                 merge_ranks([(statistics, columns)])  # the bins depend on the largest of all ranks
@@ -236,16 +223,7 @@ def _warn_of_new(
         log.warning("Step %s: gradients %s: %s%s.", step, what, shown, more)
 
 
-class _OptimizerGradients(MonitoredParameters):
-    """The gradients of one optimizer in one step, and the columns that were measured of them."""
-
-    def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        super().__init__(optimizer, names)
-        self.merged: Columns = {}  # of all ranks already
-        self.sizes: list[int] = []
-
-
-def _read_report(measured: Sequence[_OptimizerGradients]) -> Report:
+def _read_report(measured: Sequence[MonitoredParameters]) -> Report:
     """Return the measures of all optimizers, copied to the host with one transfer."""
     columns = [gradients.merged | gradients.columns for gradients in measured]
     values = iter(read_tensors(column for several in columns for column in several.values()))
@@ -254,7 +232,7 @@ def _read_report(measured: Sequence[_OptimizerGradients]) -> Report:
         for measure in several:
             rows = zip(gradients.names, next(values), strict=True)
             report.setdefault(measure, {}).update(rows)
-        if gradients.sizes and several:
+        if several:
             sizes = zip(gradients.names, gradients.sizes, strict=True)
             report.setdefault("size", {}).update(sizes)
     if "squares" in report:

@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HookConfigError
-from hookline.hook import HookGroup
+from hookline.hooks.monitoring.monitor_bases import TrainingMonitor, parameters_of
 from hookline.loop.evaluation import samples_in
 from hookline.loop.loop import processes_of
-from hookline.options import BuiltIn
 from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import is_sharded, stored_values
 
@@ -27,7 +26,7 @@ __all__ = ["GradientNoiseScale"]
 log = logging.getLogger("hookline")
 
 
-class GradientNoiseScale(BuiltIn):
+class GradientNoiseScale(TrainingMonitor):
     """Estimates the simple noise scale of the gradient, tr(Σ) / |G|², in samples.
 
     Below that batch size, twice the batch saves nearly half of the steps; far above it, it saves
@@ -66,8 +65,6 @@ class GradientNoiseScale(BuiltIn):
         "Nothing in steps without a report. In those, a norm of each parameter's gradient in each "
         "backward, and one wait for the device; with several processes one small collective."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
     hookline_optional_events = frozenset({"on_train_batch_start"})
 
     def __init__(
@@ -106,7 +103,7 @@ class GradientNoiseScale(BuiltIn):
         self._check(optimizers, trainer)
 
     def _check(self, optimizers: list[Any], trainer: Any) -> None:
-        if any(is_sharded(parameter) for parameter in _parameters_of(optimizers)):
+        if any(is_sharded(parameter) for parameter in parameters_of(optimizers)):
             raise HookConfigError(
                 "GradientNoiseScale: the model's parameters are sharded (FSDP2), so that the "
                 "gradient of a micro-batch exists nowhere. Remove the hook, or train with DDP."
@@ -135,7 +132,7 @@ class GradientNoiseScale(BuiltIn):
             if not self._checked:  # the hook was added during training
                 self._check(optimizers, trainer)
             self._step = step
-            self._parameters = [p for p in _parameters_of(optimizers) if p.requires_grad]
+            self._parameters = [p for p in parameters_of(optimizers) if p.requires_grad]
         if not self._in_backward:
             self._squares.append({})
             self._watch()
@@ -288,7 +285,3 @@ def _norm(gradient: Tensor) -> Tensor:
     """Return the norm of a gradient, which may be sparse, of complex numbers or half precision."""
     norm: Tensor = torch.linalg.vector_norm(stored_values(gradient).float())
     return norm
-
-
-def _parameters_of(optimizers: list[Any]) -> list[Tensor]:
-    return [p for one in optimizers for group in one.param_groups for p in group["params"]]

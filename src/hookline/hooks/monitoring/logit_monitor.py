@@ -10,8 +10,7 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from hookline.hook import HookGroup
-from hookline.options import BuiltIn
+from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 from hookline.tensors.nested import describe_structure
 from hookline.tensors.sharded import is_sharded
 
@@ -20,7 +19,7 @@ __all__ = ["LogitMonitor"]
 log = logging.getLogger("hookline")
 
 
-class LogitMonitor(BuiltIn):
+class LogitMonitor(TrainingMonitor):
     """Logs how large and how certain the model's logits are.
 
     The logits are the model's output, its `logits`, or the first tensor with two or more dimensions
@@ -53,8 +52,6 @@ class LogitMonitor(BuiltIn):
         "Nothing in steps without a report. A report takes a few passes over the logits of up to "
         "`max_positions` positions, without waiting for the device."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
 
     def __init__(
         self,

@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from hookline.context import LazyFloat
-from hookline.hook import HookGroup
-from hookline.options import BuiltIn
+from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_reader import read_jsonl_backwards
 
@@ -26,7 +25,7 @@ _MAX_VALUES = 5000  # in one event
 _MAX_SPIKES = 100  # in one run
 
 
-class LossSpikeDetector(BuiltIn):
+class LossSpikeDetector(TrainingMonitor):
     """Notices spikes of the training loss, and records what was logged around them.
 
     The loss of a step is compared with those of the `window` steps before it, by a robust z-score:
@@ -64,8 +63,6 @@ class LossSpikeDetector(BuiltIn):
     """
 
     cost = "About 10 µs per step; at a spike, the end of the metrics log is read once."
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
     hookline_optional_events = frozenset({"on_train_batch_start"})
     ranks = "main"
 

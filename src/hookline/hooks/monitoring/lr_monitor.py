@@ -8,13 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from hookline.hook import HookGroup
-from hookline.options import BuiltIn
+from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 
 __all__ = ["LRMonitor"]
 
 
-class LRMonitor(BuiltIn):
+class LRMonitor(TrainingMonitor):
     """Logs the learning rate of each step, for every parameter group of every optimizer.
 
     The metrics are named after the optimizer's class: `lr/SGD`, `momentum/SGD` and
@@ -31,9 +30,7 @@ class LRMonitor(BuiltIn):
     cost = (
         "Reads the optimizers' settings in every step; an lr on a device is copied without waiting."
     )
-    hookline_group = HookGroup.MONITOR
     ranks = "main"
-    hookline_records = True
 
     def __init__(
         self,

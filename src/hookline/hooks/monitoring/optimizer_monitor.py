@@ -11,9 +11,7 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from hookline.errors import ConfigError
-from hookline.hook import HookGroup
-from hookline.hooks.monitoring.monitored_parameters import MonitoredNames, MonitoredParameters
-from hookline.options import BuiltIn
+from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import local
 from hookline.tensors.tensor_statistics import merge_ranks
@@ -21,7 +19,7 @@ from hookline.tensors.tensor_statistics import merge_ranks
 __all__ = ["OptimizerMonitor"]
 
 
-class OptimizerMonitor(BuiltIn):
+class OptimizerMonitor(ParameterMonitor):
     """Logs how the optimizer's step relates to gradients, second moments and weights.
 
     The values are `optimizer/<parameter>/<measure>`, and `optimizer/total/<measure>` for all
@@ -56,8 +54,6 @@ class OptimizerMonitor(BuiltIn):
         "parameters, keeps a copy of their weights during the step, and waits for the device once; "
         "for sharded parameters it is one collective."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
 
     def __init__(
         self,
@@ -72,18 +68,10 @@ class OptimizerMonitor(BuiltIn):
                 "OptimizerMonitor has nothing to report: rms_ratio and updates are off. Turn one "
                 "of them on, or remove the hook."
             )
-        self.log_frequency = log_frequency
-        self.param_filter = param_filter
+        super().__init__(log_frequency, param_filter)
         self.rms_ratio = rms_ratio
         self.updates = updates
-        self._names = MonitoredNames("OptimizerMonitor", param_filter)
         self._step: int | None = None
-        self._steps: dict[int, _OptimizerStep] = {}  # by the optimizer's number
-
-    def on_train_start(self, model: torch.nn.Module) -> None:
-        """Find the parameters to monitor; raise an error that ends training if there are none."""
-        self._steps.clear()
-        self._names.find(model)
 
     def on_before_optimizer_step(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -92,30 +80,30 @@ class OptimizerMonitor(BuiltIn):
         if (step + 1) % self.log_frequency:
             return
         if self._step != step:
-            self._steps.clear()
+            self._measured.clear()
             self._step = step
-        started = _OptimizerStep(optimizers[optimizer_idx], self._names.of(model))
+        started = _OptimizerStep(optimizers[optimizer_idx], self.names_in(model))
         if started.names:
-            self._steps[optimizer_idx] = started
+            self._measured[optimizer_idx] = started
             if self.updates:
                 started.keep_weights()
 
     def on_step_skipped(self, optimizer_idx: int) -> None:
         """Forget a step that was not made."""
-        self._steps.pop(optimizer_idx, None)
+        self._measured.pop(optimizer_idx, None)
 
     def on_after_optimizer_step(self, optimizer_idx: int) -> None:
         """Measure the step, without waiting for the device."""
-        made = self._steps.get(optimizer_idx) if self._steps else None
+        made: _OptimizerStep | None = self._measured.get(optimizer_idx) if self._measured else None
         if made is not None:
             made.measure(rms_ratio=self.rms_ratio, updates=self.updates)
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         """Read all measurements at once, and log them."""
-        if not self._steps:
+        if not self._measured:
             return
-        steps = [one for one in self._steps.values() if one.columns]
-        self._steps.clear()
+        steps: list[_OptimizerStep] = [one for one in self._measured.values() if one.columns]
+        self._measured.clear()
         if self._step not in (step - 1, step):  # the hook was disabled within an earlier step
             return
         merge_ranks([(one.statistics, one.columns) for one in steps])
@@ -152,7 +140,6 @@ class _OptimizerStep(MonitoredParameters):
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
         super().__init__(optimizer, names)
-        self.sizes = self.statistics.sizes()
         self.has_moment: set[int] = set()
         self._optimizer = optimizer
 

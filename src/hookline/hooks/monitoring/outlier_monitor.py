@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from hookline.hooks.monitoring.module_monitor import ModuleMonitor
+from hookline.hooks.monitoring.monitor_bases import ModuleMonitor
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places

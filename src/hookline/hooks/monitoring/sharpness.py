@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
 from hookline.errors import HookConfigError
-from hookline.hook import HookGroup
+from hookline.hooks.monitoring.monitor_bases import TrainingMonitor, parameters_of
 from hookline.loop.loop import processes_of
 from hookline.loop.random_state import (
     generator_state,
@@ -19,7 +19,6 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.options import BuiltIn
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.sharded import is_sharded, stored_values
@@ -27,7 +26,7 @@ from hookline.tensors.sharded import is_sharded, stored_values
 __all__ = ["Sharpness"]
 
 
-class Sharpness(BuiltIn):
+class Sharpness(TrainingMonitor):
     """Measures the curvature of the loss along the gradient, gᵀHg / gᵀg.
 
     A step of gradient descent lowers the loss, to second order, while the learning rate is below 2
@@ -60,8 +59,6 @@ class Sharpness(BuiltIn):
         "gradient accumulation or `optimizer_every`), a copy of the weights and of the gradients, "
         "and one wait for the device."
     )
-    hookline_group = HookGroup.MONITOR
-    hookline_records = True
 
     def __init__(
         self,
@@ -89,7 +86,7 @@ class Sharpness(BuiltIn):
                 f"can do, not {type(trainer).__name__}. Remove the hook, or train with "
                 "hookline.Trainer."
             )
-        parameters = _parameters_of(optimizers)
+        parameters = parameters_of(optimizers)
         if any(is_sharded(parameter) for parameter in parameters):
             raise HookConfigError(
                 "Sharpness: the model's parameters are sharded (FSDP2), which is not supported. "
@@ -119,7 +116,7 @@ class Sharpness(BuiltIn):
         """Measure, before the first optimizer steps."""
         if self._batch is None or self._found is not None:
             return
-        parameters = [p for p in _parameters_of(optimizers) if p.requires_grad]
+        parameters = [p for p in parameters_of(optimizers) if p.requires_grad]
         parameters = [p for p in parameters if p.grad is not None]
         if parameters:
             self._lr = float(optimizers[0].param_groups[0]["lr"])
@@ -179,10 +176,6 @@ class Sharpness(BuiltIn):
             if math.isfinite(value):
                 trainer.log("sharpness/along_gradient", value)
                 trainer.log("sharpness/times_lr", value * self._lr)
-
-
-def _parameters_of(optimizers: Sequence[Any]) -> list[Tensor]:
-    return [p for one in optimizers for group in one.param_groups for p in group["params"]]
 
 
 def _dense(gradient: Tensor) -> Tensor:

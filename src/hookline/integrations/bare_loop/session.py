@@ -647,7 +647,7 @@ class Session:
         loop.close_record(error, self._stop.reason)
         self._watch.phases = PhaseTimes()
         if self.run is not None:
-            from hookline.report.at_end import write_report_at_end
+            from hookline.report.report import write_report_at_end
 
             with AllowedInterrupts():
                 made = write_report_at_end(self.run, context.status, wanted=self._wants_report)
