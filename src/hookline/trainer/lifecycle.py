@@ -103,6 +103,8 @@ def write_report(trainer: Trainer, say: Callable[[str], None]) -> None:
     """Write the run's report, unless a signal asks this process to end soon."""
     is_wanted = trainer.strategy.is_main and trainer.stop_signal is None
     if is_wanted and trainer.run is not None and not trainer.loop.is_forked:
-        made = write_report.report(trainer.run, trainer.status, wanted=trainer.config.report)
+        from hookline.report.report import write_report_at_end
+
+        made = write_report_at_end(trainer.run, trainer.status, wanted=trainer.config.report)
         if made is not None:
             say(f"report {shorten_path(made)}")
