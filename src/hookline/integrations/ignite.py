@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from hookline.context import to_float
 from hookline.errors import ArgumentError
 from hookline.integrations.attach import session_options
 from hookline.integrations.bare_loop.loop_parts import loop_parts
+from hookline.integrations.frames import find_frame
 from hookline.integrations.library import Library, of_phase
 from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.patches import WrappedMethods
@@ -313,7 +313,7 @@ class EngineDriver:
 
     def _checkpoint_saved(self) -> None:
         """Tell hooks about a file that Ignite's `Checkpoint` has written, once it is durable."""
-        frame = _find_frame(Checkpoint.__call__)
+        frame = find_frame(Checkpoint.__call__)
         if frame is None or not self.session.is_training:
             return
         handler, name = frame.f_locals["self"], frame.f_locals["filename"]
@@ -362,17 +362,9 @@ def _attached_sessions(engine: Engine) -> Iterator[LibrarySession]:
 
 def _find_loaded_path() -> Path | None:
     """Return the path that `Checkpoint.load_objects` reads, if it is running."""
-    frame = _find_frame(Checkpoint.load_objects)
+    frame = find_frame(Checkpoint.load_objects)
     given = None if frame is None else frame.f_locals.get("checkpoint")
     return Path(given) if isinstance(given, str | Path) else None
-
-
-def _find_frame(function: Any) -> FrameType | None:
-    """Return the frame of a function that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame
 
 
 def attach_to_trainer(engine: Any, options: Mapping[str, Any]) -> LibrarySession:

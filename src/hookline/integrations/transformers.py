@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,6 +32,7 @@ from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
+from hookline.integrations.frames import calling_frames, find_frame
 from hookline.integrations.library import Library
 from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.patches import WrappedMethods
@@ -152,12 +151,10 @@ class HooklineCallback(TrainerCallback):
 
     def _find_trainer(self) -> Trainer:
         """Return the trainer that calls this callback: it is not among a callback's arguments."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame in calling_frames():
             caller = frame.f_locals.get("self")
             if isinstance(caller, Trainer) and self in caller.callback_handler.callbacks:
                 return caller
-            frame = frame.f_back
         raise LoopError("HooklineCallback is called by something else than a transformers.Trainer.")
 
     # -- wrapped methods --------------------------------------------------------------------------
@@ -434,9 +431,7 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _resumed_folder() -> Path | None:
     """Return the checkpoint that the running `Trainer.train` has loaded."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not Trainer.train.__code__:
-        frame = frame.f_back
+    frame = find_frame(Trainer.train)
     given = None if frame is None else frame.f_locals.get("resume_from_checkpoint")
     return Path(given) if isinstance(given, str | os.PathLike) else None
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Never
 
 import torch
@@ -21,6 +19,7 @@ from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
 from hookline.integrations.bare_loop.clip_watch import Versions, gradient_versions
+from hookline.integrations.frames import find_frame
 from hookline.loop.event_context import EventContext
 from hookline.loop.model_watch import CalledModules, ModelGroup
 
@@ -35,8 +34,6 @@ __all__ = [
 ]
 
 log = logging.getLogger("hookline")
-
-_SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 CALLS: Mapping[str, str] = {
     "epoch": "Wrap each epoch: `with session.epoch():`.",
@@ -110,12 +107,7 @@ class Requirements:
         raise NotSuppliedError(f"This loop has not provided '{name}'. {call}")
 
     def unmet(self, hooks: HookManager, needs: Iterable[str] = CALLS) -> Iterator[str]:
-        """Yield a line for everything that hooks need and the loop has not provided.
-
-        Args:
-            hooks: the hooks.
-            needs: the keys of `CALLS` to look at; by default all.
-        """
+        """Yield a line for everything that hooks need and the loop has not provided."""
         looked_at = set(needs) - self.provided
         yield from self._waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
         for event, _ in _listening(hooks):
@@ -164,17 +156,7 @@ def saves_checkpoints(hook: Any) -> bool:
 
 @dataclass(frozen=True)
 class HookNeeds:
-    """What is watched of a loop.
-
-    Attributes:
-        loss: the losses of steps and batches.
-        grad_norm: the norm of gradients.
-        clips: calls of torch's clipping functions.
-        calls: calls of the model.
-        backward: calls of backward.
-        batch_metrics: the metrics of training batches.
-        asks_for_loss: the methods that cannot be called without the loss.
-    """
+    """Which observations of a loop the enabled hooks need."""
 
     loss: bool
     grad_norm: bool
@@ -182,7 +164,7 @@ class HookNeeds:
     calls: bool
     backward: bool
     batch_metrics: bool
-    asks_for_loss: tuple[str, ...]
+    asks_for_loss: tuple[str, ...]  # the methods that cannot be called without it
 
     @classmethod
     def of(cls, hooks: HookManager, *, has_run: bool) -> HookNeeds:
@@ -357,7 +339,10 @@ class LoopChecks:
         """
         if self._scaler is not None:
             return []
-        scaler = _stepping_scaler() or (self._find_scaler() if search else None)
+        step = find_frame(torch.amp.GradScaler.step)
+        scaler: torch.amp.GradScaler | None = None if step is None else step.f_locals["self"]
+        if scaler is None and search:
+            scaler = self._find_scaler()
         if scaler is None or not scaler.is_enabled():
             return []
         return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
@@ -417,14 +402,3 @@ class LoopChecks:
                     return name
             seen.update(map(id, named.values()))
         return None
-
-
-def _stepping_scaler() -> torch.amp.GradScaler | None:
-    """Return the scaler whose `step` is on this thread's stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _SCALER_STEP:
-            scaler: torch.amp.GradScaler = frame.f_locals["self"]
-            return scaler
-        frame = frame.f_back
-    return None

@@ -15,11 +15,9 @@ nothing here stops a run. The file is long because it is one step, from top to b
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +39,7 @@ from hookline.integrations.bare_loop.loop_checks import (
     is_compiled_in_place,
 )
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
+from hookline.integrations.frames import calling_frames
 from hookline.integrations.patches import WrappedMethods
 from hookline.loop.event_context import gradients_of, norm_or_error
 from hookline.loop.loop import Loop
@@ -725,9 +724,5 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
     A count that a step adds to would be wrong after a step that has raised.
     """
-    steps = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and steps < 2:
-        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return steps == 2
+    steps = (frame for frame in calling_frames() if frame.f_code is _STEP)
+    return sum(frame.f_locals.get("self") is optimizer for frame in steps) > 1

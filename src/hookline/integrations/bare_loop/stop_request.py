@@ -15,12 +15,7 @@ log = logging.getLogger("hookline")
 
 
 class StopRequest:
-    """Whether the loop is asked to stop, and whether it does.
-
-    Args:
-        requests: has the reason.
-        on_stop: what happens if the loop goes on.
-        grace: how many steps it may still take before an exception ends it.
+    """Whether the loop is asked to stop, and whether it does; options as for `attach`.
 
     Attributes:
         needs_agreement: whether the loop stops only when all processes know.
