@@ -10,7 +10,6 @@ the order of the loaders, their shares and their numbers are those of the run, t
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
@@ -126,14 +125,15 @@ class DataPosition:
         for passes, before in zip(self._passes, loaders, strict=True):
             passes.restore_ended(before)
         _, counts = self._run_through(stream, lambda idx: repeat(None))
-        # Older versions mixed weighted loaders in another order: a pass may be shorter than that.
         delivered = [
-            min(
-                max(counts[idx] - passes.ended_batches(), 0),
-                length_of(passes.loader) or sys.maxsize,
-            )
-            for idx, passes in enumerate(self._passes)
+            max(counts[idx] - passes.ended_batches(), 0) for idx, passes in enumerate(self._passes)
         ]
+        if stream.had_other_order():  # a pass may be shorter than that
+            lengths = [length_of(loader) for loader in stream.loaders]
+            delivered = [
+                n if length is None else min(n, length)
+                for n, length in zip(delivered, lengths, strict=True)
+            ]
         within: list[int] = []
         for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
             if before["pass"] is not None:

@@ -197,6 +197,10 @@ class Stream:
         """Return whether batches may be loaded before their turn."""
         return self._order is not None and self.length() is None
 
+    def had_other_order(self) -> bool:
+        """Return whether an older version may have mixed these loaders in another order."""
+        return self._mixing.weights is not None and len(self.names) > 2
+
     # One loader after the other; also a single loader, whatever the order.
 
     def _in_sequence(self) -> Iterator[_Tuple]:
