@@ -22,6 +22,7 @@ from torch.utils.data import (
 import hookline
 from hookline import CheckpointError, TrainingError
 from hookline.config.trainer_config import MixConfig
+from hookline.trainer import data_position
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import LoaderOrder, Stream
 
@@ -65,19 +66,22 @@ def three():
 
 
 @pytest.mark.parametrize("at", [1, 4, 9, 15, 20])
-def test_weighted_loaders(tmp_path, at):
+def test_weighted_loaders(tmp_path, caplog, at):
     assert resume_equals(tmp_path, three, at, **WEIGHTED)
+    assert "another order" not in caplog.text
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 15])
 def test_a_run_of_a_version_with_another_order_of_weighted_loaders_goes_on(
-    tmp_path, monkeypatch, at
+    tmp_path, monkeypatch, caplog, at
 ):
     with monkeypatch.context() as patched:
         patched.setattr(LoaderOrder, "_weighted_turns", lambda self, dropped: cycle([2, 0, 0, 1]))
+        patched.setattr(data_position, "_ORDER", 1)
         parent = train(tmp_path, three(), WEIGHTED, [SaveAt(at)])
     (saved,) = (parent.run.path / "checkpoints").glob("step_*")
     assert train(tmp_path, three(), WEIGHTED, resume_from=saved).step == 32
+    assert "mixed weighted loaders in another order" in caplog.text
 
 
 @pytest.mark.parametrize("at", [3, 7, 10, 13, 17])

@@ -42,6 +42,8 @@ __all__ = ["DataPosition", "adapt_position", "describe_position"]
 
 log = logging.getLogger("hookline")
 
+_ORDER = 2  # how weighted loaders take turns; saved, because version 1 had another order
+
 _MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
 _DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
 
@@ -128,12 +130,17 @@ class DataPosition:
         delivered = [
             max(counts[idx] - passes.ended_batches(), 0) for idx, passes in enumerate(self._passes)
         ]
-        if stream.had_other_order():  # a pass may be shorter than that
+        if stream.had_other_order() and saved.get("order") != _ORDER:
+            # A pass may be shorter than that.
             lengths = [length_of(loader) for loader in stream.loaders]
             delivered = [
                 n if length is None else min(n, length)
                 for n, length in zip(delivered, lengths, strict=True)
             ]
+            log.warning(
+                "The checkpoint is of a version that mixed weighted loaders in another order. In "
+                "this epoch, some batches may be trained on twice, and others not at all."
+            )
         within: list[int] = []
         for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
             if before["pass"] is not None:
@@ -228,6 +235,7 @@ class DataPosition:
             "now": random_state(device),
             "generators": [generator_state(generator) for generator in self._generators],
             "val_generators": [generator_state(generator) for generator in val_generators],
+            "order": _ORDER,
             "loaders": [passes.state_dict(loads_ahead=ahead) for passes in self._passes],
         }
 
