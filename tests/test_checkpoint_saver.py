@@ -214,6 +214,33 @@ def test_a_newer_save_replaces_the_one_that_is_being_written_but_never_two_in_a_
     assert (tmp_path / "last").read_text() == "e\n"
 
 
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_signal_while_the_thread_starts_loses_no_save_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_started: bool
+) -> None:
+    start = threading.Thread.start
+
+    def start_and_raise(thread: threading.Thread) -> None:
+        if has_started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    saver = CheckpointSaver()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_raise)
+        with pytest.raises(KeyboardInterrupt):
+            saver.save(
+                [tmp_path / "step_1"], model={"w": torch.ones(2)}, state={}, info={"step": 1}
+            )
+    saver.wait()
+    results = [result.path for result in saver.finished()]
+    assert results == [tmp_path / "step_1"][: int(has_started)]
+    saver.save([tmp_path / "step_2"], model={"w": torch.ones(2)}, state={}, info={"step": 2})
+    saver.close()
+    names = sorted(folder.name for folder in tmp_path.glob("step_*"))
+    assert names == ["step_1", "step_2"][not has_started :]
+
+
 def test_without_the_background_the_result_is_there_when_save_returns(tmp_path: Path) -> None:
     saver = CheckpointSaver(background=False)
     saved(saver, tmp_path / "runs" / "a" / "checkpoints" / "step_1")

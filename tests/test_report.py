@@ -63,6 +63,7 @@ class Incidents(hookline.Hook):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
+    torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
     model = torch.nn.Linear(4, 1)
     config = hookline.TrainerConfig(max_epochs=3, runs=folder, progress="off", seed=0)

@@ -26,6 +26,7 @@ from hookline.errors import CheckpointError
 
 __all__ = ["CheckpointSaver"]
 
+_START_SECONDS = 1.0  # for a thread whose start was interrupted by a signal
 _NICENESS = 10  # with 19, a write beside training on all cores took a minute
 _LOWEST_PRIORITY = 19
 
@@ -205,7 +206,7 @@ class _Write:
         self._folders = folders
         self._move_last = move_last
         self._results = results
-        self._done = threading.Event()
+        self._started, self._done = threading.Event(), threading.Event()
         self._process = os.getpid()
         self._thread: int | None = None
         self._is_awaited = False
@@ -217,9 +218,10 @@ class _Write:
             thread.start()
         except RuntimeError:  # too many threads, or the interpreter is about to exit
             self.run()
-        except BaseException:  # Ctrl-C: the thread may or may not have started
-            self.writer.is_abandoned = True
-            self._done.set()
+        except BaseException:  # of a signal's handler: the thread may or may not have started
+            if not self._started.wait(_START_SECONDS):
+                self.writer.is_abandoned = True
+                self._done.set()
             raise
 
     def run(self) -> None:
@@ -241,6 +243,7 @@ class _Write:
             self._done.wait()
 
     def _run_in_thread(self) -> None:
+        self._started.set()
         self._thread = threading.get_native_id()
         if not self._is_awaited:
             self._set_niceness(_NICENESS)
