@@ -245,7 +245,7 @@ loss_fn = torch.nn.functional.mse_loss
 optimizer = torch.optim.SGD(model.parameters())
 trainer = hookline.Trainer(config, model, optimizer, hooks=[Signal()], loss_fn=loss_fn)
 trainer.fit([(torch.randn(4, 8), torch.randn(4, 4)) for _ in range(8)])
-print(trainer.status, trainer.step)
+print(f"{trainer.status} {trainer.step}\\n", end="")  # in one write: the ranks share a pipe
 """
 
 
