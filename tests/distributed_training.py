@@ -216,7 +216,7 @@ def fail_part(folder: Path, **fields: Any) -> dict[str, Any]:
     write_file, saves = PartWriter._write_file, []
 
     def fail(self: PartWriter, file: Path, data: memoryview) -> str:
-        saves.append(self.shared.token)
+        saves.append(self._shared.token)
         if len(set(saves)) == 2 and file.suffix == ".safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_file(self, file, data)

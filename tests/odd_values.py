@@ -754,18 +754,18 @@ def probe_calls(folder: Path) -> Iterator[Call]:
     yield Call("probe(…)", probe_model)
     yield from vary("probe", probe, dict, "model", of=hookline.probe)
     for option in get_options(probes.Capture):
-        if option != "modules" and option != "folder":
+        if option != "modules":
             yield Call(f"probe({option}=…)", lambda value, option=option: probe(**{option: value}))
     yield Call("probe()[…]", lambda value: hookline.probe(make_model(), "0")[value])
     yield Call("probe().states(…)", lambda value: hookline.probe(make_model(), "0").states(value))
 
-    def get_state(**options: Any) -> None:
+    def get_call(index: Any) -> None:
         model = make_model()
         results = hookline.probe(model, "0")
         model(torch.ones(1, 2))
-        results.capture.get(**{"module": "0", "index": 0, **options})
+        results["0"][index]
 
-    yield from vary("Capture.get", get_state, of=probes.Capture.get)
+    yield Call("probe()['0'][…]", get_call)
     yield Call("tap(x, …)", lambda value: hookline.tap(torch.ones(1), value))
 
     class Tapped(nn.Module):

@@ -49,11 +49,11 @@ class FailureHandler:
         """
         if not self._settings.isolate or isinstance(error, bdb.BdbQuit):
             raise error
-        if isinstance(error, HookFailedError):
+        is_draw = isinstance(error, RandomNumberError) and not entry.critical
+        if isinstance(error, HookFailedError) and not is_draw:
             return error  # raised by an event that this hook fired: still fatal
         label = entry.bindings[method].label if method in entry.bindings else method
         streak = entry.count_failure(method, call)
-        is_draw = isinstance(error, RandomNumberError) and not entry.critical
         entry.last_error = mask_text(str(error) if is_draw else f"{type(error).__name__}: {error}")
         self._report(entry, method, error)
         if is_draw:

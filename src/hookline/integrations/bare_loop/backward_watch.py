@@ -34,6 +34,7 @@ class BackwardListener(Protocol):
         ...
 
 
+_uncompiled: Any = torch.compiler.disable  # which loses the types of functions
 _task_id = torch._C._current_graph_task_id
 
 
@@ -44,7 +45,7 @@ def _replace(engine: Callable[..., Any]) -> Callable[..., Any]:
         if active_dynamo() is None:
             return notify(outputs, *args, **kwargs)
         # A caller that is compiled in parts runs this eagerly, hooks included.
-        return torch.compiler.disable(notify)(outputs, *args, **kwargs)
+        return _uncompiled(notify)(outputs, *args, **kwargs)
 
     def notify(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         loss = outputs[0] if len(outputs) == 1 and isinstance(outputs[0], torch.Tensor) else None
