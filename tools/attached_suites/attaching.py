@@ -275,7 +275,8 @@ def attach_to_torch(sessions: Sessions) -> None:
 
     def call(original: Any) -> Any:
         def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
-            attacher.before_call(self)
+            if not torch.compiler.is_compiling():  # else Dynamo would trace the attaching, too
+                attacher.before_call(self)
             return original(self, *args, **kwargs)
 
         return attached
