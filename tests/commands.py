@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from warm_processes import run_warm
+
 from hookline.cli.app import main
 
 HOOKLINE = [sys.executable, "-m", "hookline"]
@@ -41,8 +43,10 @@ def run_command(
 def run_hookline(
     *arguments: str | int | Path, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `hookline` with these arguments."""
-    return run_command(*HOOKLINE, *arguments, cwd=cwd, **environment)
+    """Run `hookline` with these arguments, in a process that has imported torch already."""
+    words = [str(part) for part in arguments]
+    variables = {**ENVIRONMENT, **environment}
+    return run_warm(["-m", "hookline", *words], cwd=cwd, environment=variables)
 
 
 def run_python(script: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import weakref
@@ -23,8 +24,9 @@ os.environ["HOOKLINE_SAMPLE_SECONDS"] = "0"
 # Thousands of tiny runs would each have a page of 5 MB; tests of reports turn them on.
 os.environ.setdefault("HOOKLINE_REPORT", "0")
 
-# A case may take as long as the machine needs for it.
-settings.register_profile("hookline", deadline=None)
+# A case may take as long as the machine needs for it. `make test` tries the same cases each time:
+# it fails for what a change broke. `make soak` looks for new cases.
+settings.register_profile("hookline", deadline=None, derandomize=True)
 settings.load_profile("hookline")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -74,6 +76,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with good checkpoints, which tests copy and change."""
     return make_template(tmp_path_factory.mktemp("template"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of later collections: many tests ask for one, 0.5 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

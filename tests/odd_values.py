@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum
@@ -182,11 +182,6 @@ ODD_VALUES: dict[str, Callable[[], Any]] = {
     "failing bool": _object_with("__bool__", "__len__"),
     "failing getattr": _object_with("__getattr__"),
     "failing everything": _object_with(*_EVERYTHING),
-    "failing mapping": _object_with(*_MAPPING, bases=(Mapping,)),
-    "failing mapping and repr": _object_with(*_MAPPING, "__repr__", bases=(Mapping,)),
-    "failing sequence": _object_with("__getitem__", "__len__", "__iter__", bases=(Sequence,)),
-    "failing list": _object_with("__iter__", "__len__", "__repr__", bases=(list,)),
-    "failing dict": _object_with("items", "__iter__", "keys", "__repr__", bases=(dict,)),
     "failing path": _object_with("__fspath__", "__repr__"),
 }
 

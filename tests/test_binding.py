@@ -314,15 +314,6 @@ def test_an_event_that_is_a_value_raises_an_error():
     assert "Watch.on_step_end" in registration_error(Watch())
 
 
-def test_an_event_that_is_a_property_raises_an_error():
-    class Watch(Hook):
-        @property
-        def on_step_end(self):
-            return lambda: None
-
-    assert "Watch.on_step_end is a property" in registration_error(Watch())
-
-
 # -- defaults and collecting parameters ------------------------------------------------------------
 
 

@@ -119,18 +119,3 @@ def test_numbers_from_the_device_are_taken_lazily() -> None:
                 annotations = method.__annotations__
                 for number in {"loss", "grad_norm", "lr"} & annotations.keys():
                     assert "LazyFloat" in annotations[number], f"{path}.{name}: {number}"
-
-
-@pytest.mark.parametrize("make", [set, frozenset])
-def test_options_that_take_lists_take_sets(make: Any) -> None:
-    names = make({"b", "a", "c"})
-    monitor = hookline.GradientMonitor(param_filter=names)
-    assert monitor.param_filter == ["a", "b", "c"]  # the same in every process
-    assert monitor.hookline_options["param_filter"] == ["a", "b", "c"]
-    measures = hookline.probes.Monitor("0", make({"std", "mean"}), taps=names)
-    assert (measures.metrics, measures.taps) == (("mean", "std"), ("a", "b", "c"))
-    assert hookline.DebugHook(check=make({"loss"})).hookline_options["check"] == ["loss"]
-    hook = TunedHook(anything=names)
-    assert hook.made_with[-1] is names  # a set is meant where anything is taken
-    with pytest.raises(hookline.ConfigError, match=r"DebugHook: 'check' is .*'lose'"):
-        hookline.DebugHook(check=make({"lose"}))

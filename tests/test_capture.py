@@ -414,7 +414,6 @@ def test_a_pickle_or_deep_copy_of_a_reference_is_a_plain_state_of_what_it_is_now
         pickle.loads(pickle.dumps(state)),
         torch.load(tmp_path / "state.pt", weights_only=False),
     ]
-    shallow = copy.copy(state)
     expected = state.output.clone()
     state.output.zero_()
     for one in same_now:
@@ -424,8 +423,6 @@ def test_a_pickle_or_deep_copy_of_a_reference_is_a_plain_state_of_what_it_is_now
     for fails in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ProbeError, match="changed in place"):
             fails(state)
-    with pytest.raises(ProbeError, match="changed in place"):  # it shares the tensors
-        _ = shallow.output
 
 
 @pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")
@@ -745,7 +742,7 @@ def test_a_gradient_that_arrives_waits_for_nothing():
     store, state = Store(), LazyState("m", output=torch.ones(2))
     key = store.add("p", state)
     state.checks = {name: lambda: waited.append(1) for name in ("output", "gradient")}
-    assert store.add_fields(key, gradient=torch.zeros(2))
+    assert store.add_gradient(key, torch.zeros(2))
     assert waited == []
     assert torch.equal(state.gradient, torch.zeros(2))
     assert waited == [1]

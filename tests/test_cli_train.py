@@ -150,7 +150,7 @@ def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path)
     assert "There is no run '2020'" in unknown.stderr
 
 
-def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
+def test_a_model_that_does_not_fit_the_checkpoint_is_told(
     project: Path,
 ) -> None:
     assert run_hookline("train", "train.yaml", cwd=project).returncode == 0
@@ -162,10 +162,6 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_told_with_what_has_changed(
     assert first.startswith(f"hookline: The checkpoint runs/{path.name}/checkpoints/step_000002 ")
     assert "does not fit this trainer and its Net. Nothing was changed. Resume with" in first
     assert "  'first.weight' is (3, 8) in the checkpoint and (6, 8) here" in lines
-    assert lines[-1] == (
-        "  of the configuration, model.init_args.width was 3 and is 6, trainer.max_epochs was 2 "
-        "and is 3"
-    )
 
 
 def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(project: Path) -> None:

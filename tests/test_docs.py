@@ -7,6 +7,7 @@ block is what that block prints; numbers with a decimal point, spaces and line b
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import shlex
 import subprocess
@@ -70,6 +71,18 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """Use one thread, as the models are small, and collect no garbage of loaded libraries."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=name_of)
 def test_the_code_of_a_page_runs_and_prints_what_it_shows(
     page: Path,
@@ -147,7 +160,7 @@ def test_links_to_files_lead_somewhere(name: str) -> None:  # mkdocs checks thos
 
 
 def test_every_page_is_at_most_2000_words_of_text() -> None:
-    generated = {"configuration_reference.md", "trainer_config.md"}
+    generated = {"code_tree.md", "configuration_reference.md", "trainer_config.md"}
     long = [
         f"{name_of(page)}: {words_in} words"
         for page in sorted((ROOT / "docs").glob("*.md"))
@@ -227,9 +240,9 @@ def names_in(tree: ast.AST, prefix: str = "") -> set[str]:
     return found
 
 
-def test_contributing_shows_five_call_paths_as_numbered_lists() -> None:
+def test_contributing_shows_three_call_paths_as_numbered_lists() -> None:
     paths = call_paths()
-    assert len(paths) == 5
+    assert len(paths) == 3
     for title, path in paths.items():
         steps = re.findall(r"^(\d+)\. ", path, re.MULTILINE)
         assert steps == [str(i + 1) for i in range(len(steps))], title
@@ -239,7 +252,7 @@ def test_contributing_shows_five_call_paths_as_numbered_lists() -> None:
 def test_every_name_in_the_call_paths_exists() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     entries = re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", text.split("## Call paths")[1])
-    assert len(entries) > 40
+    assert len(entries) > 15
     missing = []
     for path, name in entries:
         file = ROOT / "src" / "hookline" / path

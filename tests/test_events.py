@@ -182,7 +182,7 @@ def project(tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
-    for name in ("CONTRIBUTING.md", "pyproject.toml", "mkdocs.yml", "README.md"):
+    for name in ("CONTRIBUTING.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path / name)
     generate(tmp_path)  # independent of concurrent changes in the work tree
     return tmp_path
@@ -211,12 +211,12 @@ def test_a_changed_table_is_detected_and_written_to_every_file(project):
 
     behind = generate(project, "--check")
     assert behind.returncode == 1
-    for name in ("hook.py", "events.md", "README.md"):
+    for name in ("hook.py", "events.md"):
         assert name in behind.stdout
 
     assert generate(project).returncode == 0
     assert generate(project, "--check").returncode == 0
-    for name in ("src/hookline/hook.py", "docs/events.md", "README.md"):
+    for name in ("src/hookline/hook.py", "docs/events.md"):
         assert "on_finish" in (project / name).read_text(encoding="utf-8")
         assert "on_training_end" not in (project / name).read_text(encoding="utf-8")
 

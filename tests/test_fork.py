@@ -105,8 +105,8 @@ def test_changed_hyperparameters_win_and_all_else_is_restored(
     assert state["step"].item() == 12
     (message,) = [r.getMessage() for r in caplog.records if "New settings" in r.getMessage()]
     assert message.splitlines()[1:] == [
-        "  optimizer 0 (AdamW), group 0: lr is 0.5 instead of 0.01",
-        "  optimizer 0 (AdamW), group 0: weight_decay is 0.3 instead of 0.01",
+        "  optimizers.0.groups.0.lr is 0.5 instead of 0.01",
+        "  optimizers.0.groups.0.weight_decay is 0.3 instead of 0.01",
     ]
 
 
@@ -158,12 +158,10 @@ def test_a_longer_schedule_goes_on_after_the_end_of_the_shorter_one(
     fork = make(tmp_path, **longer, max_steps=9).fit(shuffled(), fork_from=short.run.path)
     other = make(tmp_path, **longer, max_steps=9).fit(shuffled())
     assert lr_of(fork) == lr_of(other) > 0
-    assert "CosineAnnealingLR: T_max is 12 instead of 6" in caplog.text
-    assert "the schedule is at lr 0.005 instead of 0" in caplog.text
-    assert "max_steps is 9 instead of 6" in caplog.text
+    assert "schedulers.0.T_max is 12 instead of 6" in caplog.text
 
 
-def test_plateau_scales_what_it_has_reached_and_takes_new_arguments(tmp_path: Path) -> None:
+def test_plateau_keeps_its_position_and_takes_new_arguments(tmp_path: Path) -> None:
     def plateau(patience: int) -> Any:
         return lambda o: ReduceLROnPlateau(o, patience=patience, factor=0.5, threshold=10.0)
 
@@ -173,9 +171,12 @@ def test_plateau_scales_what_it_has_reached_and_takes_new_arguments(tmp_path: Pa
     assert lr_of(parent) < 0.01
     fork = make(tmp_path, scheduler=plateau(5), lr=0.1, max_epochs=4)
     fork.fit(shuffled(), batches(2), fork_from=parent.run.path)
-    assert lr_of(fork) == pytest.approx(10 * lr_of(parent))
+    assert lr_of(fork) == 0.1
     assert fork.schedulers[0].patience == 5
     assert fork.schedulers[0].last_epoch == 4
+    fork = make(tmp_path, scheduler=plateau(5), max_epochs=4)
+    fork.fit(shuffled(), batches(2), fork_from=parent.run.path)
+    assert lr_of(fork) == lr_of(parent)
 
 
 @pytest.mark.parametrize(
@@ -183,19 +184,26 @@ def test_plateau_scales_what_it_has_reached_and_takes_new_arguments(tmp_path: Pa
     [(None, "step"), ("cosine", "step"), ("cosine", None)],
     ids=["added", "replaced", "removed"],
 )
-def test_other_schedulers_start_at_their_beginning(
-    tmp_path: Path, before: str | None, now: str | None, caplog: pytest.LogCaptureFixture
+def test_other_schedulers_are_stepped_to_the_position(
+    tmp_path: Path, before: str | None, now: str | None
 ) -> None:
-    caplog.set_level(logging.INFO, "hookline")
     first, second = (None if n is None else SCHEDULES[n] for n in (before, now))
     fields = {"scheduler_every": "step", "max_epochs": "unset"}
     parent = make(tmp_path, Saves(5), scheduler=first, max_steps=5, **fields).fit(shuffled())
     fork = make(tmp_path, scheduler=second, max_steps=8, **fields)
     fork.fit(shuffled(), fork_from=parent.run.path)
-    assert lr_of(fork) == (0.01 if second is None else 0.005)
-    assert "with the lr of the new settings" in caplog.text
+    other = make(tmp_path, scheduler=second, max_steps=8, **fields).fit(shuffled())
+    assert lr_of(fork) == lr_of(other) == (0.01 if second is None else 0.000625)
     manifest = hookline.open_run(fork.run.path).manifest["training"]
     assert manifest["optimizers"][0]["groups"][0]["lr"] == 0.01
+
+
+def test_a_schedule_in_another_unit_is_stepped_to_the_position(tmp_path: Path) -> None:
+    halve = {"scheduler": lambda o: StepLR(o, 1, 0.5)}
+    parent = make(tmp_path, Saves(8), scheduler_every="step", **halve).fit(shuffled())
+    fork = make(tmp_path, scheduler_every="epoch", **halve)
+    fork.fit(shuffled(), fork_from=parent.run.path)
+    assert lr_of(fork) == 0.0025
 
 
 def test_what_cannot_be_applied_is_refused(tmp_path: Path) -> None:
@@ -204,11 +212,8 @@ def test_what_cannot_be_applied_is_refused(tmp_path: Path) -> None:
     short = make(tmp_path, scheduler=lambda o: OneCycleLR(o, 0.1, 3), scheduler_every="step")
     with pytest.raises(CheckpointError, match="Tried to step 4 times"):
         short.fit(shuffled(), fork_from=parent.run.path)
-    units = make(tmp_path, scheduler=SCHEDULES["one cycle"], scheduler_every="epoch")
-    with pytest.raises(CheckpointError, match="scheduler_every is 'epoch' instead of 'step'"):
-        units.fit(shuffled(), fork_from=parent.run.path)
     over = make(tmp_path, max_steps=4, scheduler=SCHEDULES["one cycle"], scheduler_every="step")
-    with pytest.raises(CheckpointError, match=r"at step 4 and max_steps is 4\. Set a larger"):
+    with pytest.raises(CheckpointError, match=r"step 4 .* max_steps is 4\. Set a larger"):
         over.fit(shuffled(), fork_from=parent.run.path)
     with pytest.raises(TypeError, match="both resume_from"):
         over.fit(shuffled(), fork_from=parent.run.path, resume_from=parent.run.path)
@@ -230,10 +235,9 @@ def test_another_model_or_optimizer_is_an_error_with_all_differences(tmp_path: P
         fork.fit(shuffled(), fork_from=parent.run.path)
     text = str(caught.value)
     for line in (
-        "the model is a Wider; the parent's is a Net",
         "the checkpoint lacks 'third.weight', 'third.bias'",
         "'first.weight' is (16, 8) in the checkpoint and (17, 8) here",
-        "optimizer 0 is a SGD; the parent's is a AdamW",
+        "optimizer 0 is AdamW in the checkpoint and SGD here",
     ):
         assert line in text
     assert same(before, weights(fork.model))
@@ -244,7 +248,7 @@ def test_other_data_restarts_the_epoch_with_a_warning(
 ) -> None:
     parent = make(tmp_path, Saves(8)).fit(shuffled())
     fork = make(tmp_path).fit(shuffled(size=40), fork_from=parent.run.path)
-    assert "the position after 2 batches of epoch 1 cannot be used" in caplog.text
+    assert "epoch 1 starts again, with the new data" in caplog.text
     assert fork.step == 8 + 10  # one epoch of the new data
     two = make(tmp_path).fit({"a": shuffled(), "b": shuffled()}, fork_from=parent.run.path)
     assert two.step == 8 + 12
@@ -262,9 +266,7 @@ def test_a_changed_seed_gives_other_random_numbers_from_the_same_state(tmp_path:
     assert not same(results[1], results[3])
 
 
-def test_a_hook_that_the_new_settings_enable_is_enabled(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_hook_that_the_new_settings_enable_is_enabled(tmp_path: Path) -> None:
     class Watch(hookline.Hook):
         calls = 0
 
@@ -276,10 +278,8 @@ def test_a_hook_that_the_new_settings_enable_is_enabled(
     parent.fit(shuffled())
     fork = make(tmp_path, Saves(4))
     fork.add_hook(Watch(), name="watch", every=2)
-    caplog.set_level(logging.INFO, "hookline")
     fork.fit(shuffled(), fork_from=parent.run.path)
     assert Watch.calls == 4
-    assert "hook watch: enabled is True instead of False" in caplog.text
 
 
 def test_a_fork_removes_no_checkpoint_of_its_parent(tmp_path: Path) -> None:
@@ -309,7 +309,6 @@ def test_a_checkpoint_without_its_run_is_compared_with_its_own_values(
     assert fork.run.manifest["parent"]["run_id"] == parent.run.id
     assert lr_of(fork) == pytest.approx(lr_of(parent))
     assert "weight_decay is 0.2 instead of 0.01" in caplog.text
-    assert "compared with the values in the checkpoint" in caplog.text
     assert "lr is" not in caplog.text
 
 

@@ -75,7 +75,7 @@ def test_a_loss_of_zero_does_not_make_rounding_errors_spikes() -> None:
     assert steps_of([0.0] * 10 + [0.1]) == [11]
 
 
-def test_what_is_kept_is_bounded(caplog) -> None:
+def test_what_is_kept_is_bounded() -> None:
     losses: list[float] = []
     for _ in range(300):
         losses += [*NOISE, 50.0]
@@ -83,7 +83,6 @@ def test_what_is_kept_is_bounded(caplog) -> None:
     for step, loss in enumerate(losses, 1):
         detector.on_step_end(step, hookline.LazyFloat(loss), {}, None)
     assert len(detector.spikes) == 100
-    assert sum("records no more" in one.message for one in caplog.records) == 1
     assert len(json.dumps(detector.state_dict())) < 50_000
 
 

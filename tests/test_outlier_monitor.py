@@ -252,8 +252,8 @@ def test_an_output_of_transformers_has_logits(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("form", "options", "text"),
     [
-        (lambda x: x, {"class_dim": 3}, "class_dim is 3, which the model's output"),
-        (lambda x: x, {"class_dim": -3}, "class_dim is -3, which the model's output"),
+        (lambda x: x, {"class_dim": 3}, "classes along class_dim=3"),
+        (lambda x: x, {"class_dim": -3}, "classes along class_dim=-3"),
         (lambda x: x[:, :1], {}, "found no logits"),
         (lambda x: x.sum(), {}, "found no logits"),
         (lambda x: x.long(), {}, "found no logits"),

@@ -366,31 +366,6 @@ def test_a_hook_that_is_a_module_keeps_the_modules_state(bases):
 # -- messages --------------------------------------------------------------------------------------
 
 
-def callback_of(package: str, name: str) -> type:
-    """Return a class that looks like a callback of another library, which is not imported."""
-    base = type(name, (), {"__module__": f"{package}.callbacks.base"})
-    return type("Stop", (base,), {"on_step_end": lambda self, args: None})
-
-
-@pytest.mark.parametrize(
-    ("package", "name", "library"),
-    [
-        ("transformers", "TrainerCallback", "Hugging Face"),
-        ("lightning", "Callback", "Lightning"),
-        ("pytorch_lightning", "Callback", "Lightning"),
-    ],
-)
-def test_a_callback_of_another_library_is_an_error_that_names_the_migration_page(
-    package, name, library
-):
-    callback = callback_of(package, name)
-    for given in (callback(), callback):
-        with pytest.raises(hookline.NotAHookError, match=rf"{library}.*docs/migrating\.md"):
-            HookManager([given])
-        with pytest.raises(hookline.NotAHookError, match=rf"{library}.*docs/migrating\.md"):
-            hookline.attach(*make(), hooks=[given])
-
-
 def test_a_class_instead_of_a_hook_is_an_error_that_shows_the_instance():
     for register in (lambda: HookManager([Keep]), lambda: hookline.attach(*make(), hooks=[Keep])):
         with pytest.raises(hookline.NotAHookError, match=r"Keep is a class.*Keep\(\)"):

@@ -17,6 +17,7 @@ from loops import hooks_on
 from torch import nn
 
 from hookline.errors import (
+    ArgumentError,
     ConfigError,
     NameTakenError,
     ObserverError,
@@ -320,7 +321,7 @@ def test_policy():
     ],
 )
 def test_arguments_that_do_not_fit(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
+    with pytest.raises((ArgumentError, ConfigError), match=next(iter(wrong))):
         HookManager(**wrong)
 
 
@@ -337,10 +338,7 @@ def test_a_monitoring_hook_has_the_default_statistics_or_those_asked_for():
         assert numbers["mean"] == pytest.approx(out.mean().item(), abs=1e-6)
         assert {"mean", "std"} <= set(numbers)
         assert manager.report()["b"] == {"max": pytest.approx(out.max().item())}
-        with pytest.raises(
-            ProbeError,
-            match=r"'a' is registered as 'monitoring' and captures nothing. get_metrics\('a'\)",
-        ):
+        with pytest.raises(ProbeError, match="'a' is registered as 'monitoring' and captures"):
             manager.get_captured_states("a")
 
 
@@ -411,9 +409,9 @@ def test_an_edit_hook():
     with HookManager(enable_intervention=True) as manager:
         manager.register_edit_hook(layer, "a", "scale", 3.0)
         assert torch.allclose(layer(x), plain * 3)
-        manager.get_hook("a").active = False
+        manager.disable_hook("a")
         assert torch.equal(layer(x), plain)
-        manager.get_hook("a").active = True
+        manager.enable_hook("a")
         assert torch.allclose(layer(x), plain * 3)
     assert torch.equal(layer(x), plain)
 

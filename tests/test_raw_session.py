@@ -51,9 +51,8 @@ def test_a_batch_ends_with_the_step_it_completes_or_when_the_next_is_drawn():
     assert hook.told == [end[0], step[0], end[1], step[1], end[2], step[0], end[3], step[1]]
 
 
-def test_a_batch_without_backward_has_no_loss_and_costs_no_hook(caplog):
+def test_a_batch_without_backward_has_no_loss_and_costs_no_hook():
     hook, model, optimizer = tell(on_train_batch_end=("loss",), on_epoch_end=("metrics",))
-    caplog.set_level(logging.INFO)
     with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
         for i, (x, y) in enumerate(session.batches(batches(4))):
             if i % 2:  # also the first batch has none
@@ -62,7 +61,6 @@ def test_a_batch_without_backward_has_no_loss_and_costs_no_hook(caplog):
     losses = [float(asked["loss"]) for _, asked in losses]
     assert [math.isnan(loss) for loss in losses] == [True, False, True, False]
     assert last["metrics"]["train/loss"] == pytest.approx((losses[1] + losses[3]) / 2)
-    assert caplog.text.count("No backward has run") == 1
 
 
 def test_backward_tells_the_batchs_own_loss_and_the_steps_mean():

@@ -21,8 +21,8 @@ import torch
 import hookline
 from hookline.report import make_report
 from hookline.report.facts import describe_facts
-from hookline.report.media import Media, strip_png
 from hookline.report.page_data import encode_spike
+from hookline.report.page_media import Media, strip_png
 from hookline.runs.media import save_image
 
 HUGE = 10**400  # more than a float can hold

@@ -290,16 +290,6 @@ def test_a_name_is_free_again_when_nothing_is_saved_any_more(tmp_path):
     assert opened(tmp_path).reserve("x", 0, None).name == "x"
 
 
-def test_a_name_that_another_process_took_meanwhile_is_recognised(tmp_path):
-    retention = opened(tmp_path)
-    path = retention.reserve("x", 0, 1.0)
-    write(path)  # another process
-    ours = write(path)
-    assert ours.name == "x_2"
-    assert retention.mark_saved(ours)
-    assert [one.name for one in retention.saved] == ["x_2"]
-
-
 # -- removing -------------------------------------------------------------------------------------
 
 
@@ -404,14 +394,6 @@ def test_the_checkpoint_resumed_from_is_known_with_its_score(tmp_path):
     assert again.best.name == "b"
     save(again, "c", 1.5)
     assert names(tmp_path) == ["b", "c"]
-
-
-def test_it_is_known_under_the_name_that_it_got(tmp_path):
-    retention = opened(tmp_path, keep_best=2)
-    path = retention.reserve("b", 1, 1.0)
-    write(path)
-    ours = write(path, retention, 1)
-    assert [one.name for one in resumed(tmp_path, ours).saved] == ["b_2"]
 
 
 def test_a_reserved_checkpoint_that_was_never_saved_is_forgotten(tmp_path):

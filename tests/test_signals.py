@@ -165,6 +165,8 @@ def train_and_signal_all(folder: str, name: str) -> None:
     except KeyboardInterrupt:
         print("KeyboardInterrupt")
         return
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for a worker that ends late
     print_end(trainer)
 
 

@@ -245,20 +245,6 @@ class Unreliable:
         raise ValueError("no norm")
 
 
-def test_an_argument_that_can_be_computed_at_the_second_attempt_fails_no_hook():
-    class Losses(Hook):
-        def __init__(self):
-            self.losses = []
-
-        def on_step_end(self, loss):
-            self.losses.append(loss)
-
-    manager = hookline.HookManager([hook := Losses()])
-    manager.dispatchers.on_step_end(Unreliable())
-    assert hook.losses == [0.5]
-    assert manager.summary().failures == {}
-
-
 def test_missing_arguments_and_failing_ones_do_not_hide_each_other():
     class Both(Hook):
         def on_step_end(self, grad_norm, lr):

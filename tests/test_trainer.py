@@ -163,6 +163,17 @@ def test_a_skipped_step_is_not_made_up_for_by_the_gradients_of_the_next():
     assert same(weights(model), weights(plain))
 
 
+@pytest.mark.parametrize("reason", ["", None])
+def test_a_step_is_skipped_also_without_a_reason(reason):
+    class Skips(hookline.Hook):
+        def on_before_optimizer_step(self, trainer):
+            trainer.skip_optimizer_step(reason=reason)
+
+    hook, (model, optimizer) = recorder(on_step_skipped=("reason",)), make()
+    trainer = fit(Skips(), hook, model=model, optimizers=optimizer, data=batches(2))
+    assert (trainer.step, hook.told[0][1]["reason"]) == (0, "a hook asked")
+
+
 def test_training_step_by_hand():
     hook = recorder("on_train_start", "on_epoch_start", "on_step_end", "on_train_end")
     model, optimizer = make()
@@ -620,7 +631,7 @@ def test_bad_parts_are_refused_when_the_trainer_is_made():
         Trainer(config(), model, [optimizer, torch.optim.SGD(model.parameters(), lr=1)])
     with pytest.raises(TrainingError, match="none of this model"):
         Trainer(config(), model, torch.optim.SGD(other.parameters(), lr=1))
-    with pytest.raises(TrainingError, match="does not have"):
+    with pytest.raises(TypeError, match="made with the trainer"):
         foreign = torch.optim.SGD(other.parameters(), lr=1)
         Trainer(config(), model, optimizer, torch.optim.lr_scheduler.StepLR(foreign, 1))
     with pytest.raises(TrainingError, match=r"add hooks to it with hookline\.attach"):

@@ -193,14 +193,6 @@ def test_logits_of_a_language_model_have_the_classes_last():
     assert default_loss((4, 3), torch.zeros(4, dtype=torch.int32))[1] > 0
 
 
-@pytest.mark.parametrize("loss_fn", [None, nn.CrossEntropyLoss()])
-@pytest.mark.parametrize("target", [4, -1])
-def test_a_target_that_is_not_a_class_is_named(loss_fn, target):
-    data = [(torch.ones(2, 8), torch.tensor([target, 1]))]
-    with pytest.raises(TrainingError, match=f"A target is {target}, but .* 4 classes.* 0 to 3"):
-        Trainer(config(), *make(), loss_fn=loss_fn).fit(data)
-
-
 # -- tokens ---------------------------------------------------------------------------------------
 
 
@@ -350,10 +342,10 @@ def test_the_loss_of_a_training_step_is_a_float():
     ("arguments", "message"),
     [
         (lambda m, o: ((m, o), {}), r"The configuration comes first: Trainer\(config, model"),
-        (lambda m, o: ((None, type(m), o), {}), r"model is the class Net.*instance of it: Net\(\)"),
-        (lambda m, o: ((None, m, torch.optim.SGD), {}), r"SGD\(model.parameters\(\), …\)"),
-        (lambda m, o: ((TrainerConfig, m, o), {}), r"config is the class TrainerConfig"),
-        (lambda m, o: ((None, m, "adam"), {}), r"optimizers is 'adam'.*torch.optim.Adam\("),
+        (lambda m, o: ((None, type(m), o), {}), r"A model is a torch.nn.Module, not <class"),
+        (lambda m, o: ((None, m, torch.optim.SGD), {}), r"expected one torch.optim.Optimizer or"),
+        (lambda m, o: ((TrainerConfig, m, o), {}), r"not <class '.*TrainerConfig'>, a Model"),
+        (lambda m, o: ((None, m, "adam"), {}), r"optimizers is 'adam'; expected one torch.optim"),
         (lambda m, o: ((None, m, o), {"loss_fn": nn.MSELoss}), r"loss_fn is the class MSELoss"),
         (lambda m, o: ((None, m, o), {"val_loader": []}), r"'val_loader'.*fit\(loader, val_loade"),
         (lambda m, o: ((None, m, o), {"max_epochs": 3}), r"TrainerConfig\(max_epochs=…\)"),
@@ -370,7 +362,7 @@ def test_the_loss_of_a_training_step_is_a_float():
         (lambda m, o: ((None, m, o), {"tokens_fn": lambda: 0}), r"called with \(batch\)"),
         (
             lambda m, o: ((None, m, o), {"schedulers": "cosine"}),
-            r"schedulers is 'cosine'.*StepLR\(",
+            r"schedulers has 'cosine'.*StepLR\(",
         ),
         (lambda m, o: ((None, m, o), {"los_fn": 3}), r"'los_fn'. Did you mean 'loss_fn'"),
     ],
@@ -382,9 +374,9 @@ def test_a_mistake_in_the_arguments_is_explained(arguments, message):
 
 
 def test_an_unknown_argument_of_fit_is_explained():
-    with pytest.raises(TypeError, match=r"fit\(\) has no argument 'val_loader'.*'val_loaders'"):
+    with pytest.raises(TypeError, match=r"fit\(\) has no argument 'val_loader'.*val_loaders=…"):
         Trainer(config(), *make()).fit(batches(1), val_loader=batches(1))
-    with pytest.raises(TypeError, match=r"'train_loader'. The training data comes first: fit\("):
+    with pytest.raises(TypeError, match=r"'train_loader'. Data is given to fit\(loader"):
         Trainer(config(), *make()).fit(train_loader=batches(1))
 
 

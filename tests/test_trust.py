@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from hookline import ConfigError
 from hookline.config_files import FileError, load_training
 from hookline.config_files.trust import (
     Trust,
-    _functional_names,
     find_import_folder,
     find_project,
     find_trusted_packages,
@@ -139,6 +138,19 @@ DOCUMENTED = [
     "grid_sample",
     "affine_grid",
 ]
+
+
+def _functional_names() -> set[str]:
+    """The functions of `torch.nn.functional` that it documents."""
+    own = ("torch.nn.functional", "torch", "torch._C._nn")
+    return {
+        name
+        for name, function in vars(torch.nn.functional).items()
+        if not name.startswith("_")
+        and isinstance(function, FunctionType | BuiltinFunctionType)
+        and function.__module__ in own
+        and function.__doc__
+    }
 
 
 def problem(path: str, folder: Path, *packages: str) -> str | None:

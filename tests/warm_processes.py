@@ -6,21 +6,30 @@
 
 A process is a session of its own, so that signals reach nothing else. It runs a function of a test
 module, which gets its arguments as strings.
+
+    done = run_warm(["-m", "hookline", "runs"], cwd=folder, environment=os.environ)
+
+runs `python -m hookline runs` like that: with this folder and environment, and the end that Python
+has. Variables that torch or Hookline read when they are imported have no effect there.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +41,7 @@ class WarmParent:
 
     def __init__(self) -> None:
         self._sessions: set[int] = set()
+        self._lock = threading.Lock()  # tests may ask in several threads
         self._server = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -61,9 +71,10 @@ class WarmParent:
         """Send a request to the process; return its answer."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return int(self._server.stdout.readline())
+        with self._lock:
+            self._server.stdin.write(json.dumps(request) + "\n")
+            self._server.stdin.flush()
+            return int(self._server.stdout.readline())
 
 
 class WarmProcess:
@@ -86,6 +97,39 @@ class WarmProcess:
         return self._log.read_text()
 
 
+@cache  # one for all tests of this process
+def _parent() -> WarmParent:
+    parent = WarmParent()
+    atexit.register(parent.__exit__)
+    return parent
+
+
+def run_warm(
+    arguments: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    environment: Mapping[str, str],
+    seconds: float = 180.0,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments: a script, `-m` and a module, or `-c` and code."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        pid = _parent().request(
+            python=[*arguments],
+            cwd=str(cwd or Path.cwd()),
+            environment=dict(environment),
+            out=str(out),
+            err=str(err),
+        )
+        deadline = time.monotonic() + seconds
+        while (code := _parent().request(look=pid)) == _RUNNING:
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+            time.sleep(0.005)
+        texts = out.read_text(), err.read_text()
+    return subprocess.CompletedProcess([sys.executable, *arguments], code, *texts)
+
+
 def _serve() -> None:
     import torch
 
@@ -93,7 +137,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = _wait(**request) if "wait" in request else _fork(**request)
+        answer = next(ask for key, ask in _REQUESTS.items() if key in request)(**request)
         print(answer, flush=True)
 
 
@@ -152,6 +196,62 @@ def _fork(function: str, arguments: list[str], log: str) -> int:
         os._exit(code)
 
 
+def _fork_python(python: list[str], cwd: str, environment: Any, out: str, err: str) -> int:
+    for module in ("hookline.cli.app", "hookline.trainer.trainer", "hookline.config_files"):
+        import_module(module)
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    for number, path in ((0, os.devnull), (1, out), (2, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    places = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    kind, what = python[0], python[1] if python[0] in ("-m", "-c") else python[0]
+    sys.argv = [kind, *python[2:]] if what != kind else list(python)
+    first = "" if kind == "-c" else cwd if kind == "-m" else str(Path(kind).resolve().parent)
+    sys.path[:1] = [first, *places]
+    code: Any = 0
+    try:
+        if kind == "-m":
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
+        else:
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    finally:
+        _end_python(code)
+
+
+def _end_python(code: int) -> None:
+    """End this process as the interpreter does: threads, then functions for the exit."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _look(look: int) -> int:
+    pid, status = os.waitpid(look, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else _RUNNING
+
+
 def _wait(wait: int, seconds: float) -> int:
     deadline = time.monotonic() + seconds
     while True:
@@ -162,6 +262,14 @@ def _wait(wait: int, seconds: float) -> int:
             os.killpg(wait, signal.SIGABRT)  # faulthandler prints where it hangs
         time.sleep(0.005)
 
+
+_RUNNING = 1000  # no exit code
+_REQUESTS: dict[str, Callable[..., int]] = {
+    "python": _fork_python,
+    "function": _fork,
+    "look": _look,
+    "wait": _wait,
+}
 
 if __name__ == "__main__":
     _serve()

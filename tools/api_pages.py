@@ -30,7 +30,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "session": (
         "Attach and session",
-        "Hooks in a loop that you wrote. See [bare loops](../bare_loop.md).",
+        "Hooks in a loop that you wrote. See [your own loop](../bare_loop.md).",
         ("hookline.integrations",),
     ),
     "probes": (
@@ -61,8 +61,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "verification": (
         "Verification",
-        "Check that a training is reproducible and resumes exactly. See "
-        "[verifying a training](../verify.md).",
+        "Check that training is reproducible and resumes exactly. See "
+        "[two runs differ](../two_runs_differ.md).",
         ("hookline.verification",),
     ),
     "errors": (

@@ -1,4 +1,4 @@
-"""The tables of the config file reference, generated from the models of a config file.
+"""The keys of the config file reference, generated from the models of a config file.
 
 `tools/generate.py` writes them between the markers in docs/configuration_reference.md.
 """
@@ -54,33 +54,26 @@ PLAIN = {int: "integer", float: "number", bool: "true, false", str: "string", An
 
 
 def tables() -> str:
-    """Return a table for each model, with a sentence about it."""
+    """Return the keys of each model, with a sentence about it."""
     lines: list[str] = []
     for title, model in SECTIONS:
         purpose = " ".join((model.__doc__ or "").split())
-        lines += [
-            f"## {title}",
-            "",
-            purpose,
-            "",
-            "| key | values | default | meaning |",
-        ]
-        lines += ["|---|---|---|---|"]
+        lines += [f"## {title}", "", purpose, ""]
         inherited = {name for base in model.__mro__[1:] for name in _own(base)}
         shown = {n: f for n, f in model.model_fields.items() if n not in inherited}
         lines += [_row(field.alias or name, field) for name, field in shown.items()]
         if inherited and model is not ObjectConfig:
-            lines.append("| | | | and the keys of [an object](#object) |")
+            lines.append("- and the keys of [an object](#object)")
         if model is HookConfig:
             lines += [
-                f"| `{key}` | {schema['type']} | | {schema['description']} |"
+                f"- `{key}` ({schema['type']}): {schema['description']}"
                 for key, schema in REGISTRATION_KEYS.items()
             ]
-            lines.append("| any other | | | an option of the hook |")
+            lines.append("- any other: an option of the hook")
         if model is TrackerConfig:
-            lines.append("| any other | | | an option of the tracker |")
+            lines.append("- any other: an option of the tracker")
         if model is GroupConfig:
-            lines.append("| any other | | | an option of the optimizer, such as `lr` |")
+            lines.append("- any other: an option of the optimizer, such as `lr`")
         lines.append("")
     return "\n".join(lines)
 
@@ -91,7 +84,7 @@ def _own(base: type) -> set[str]:
 
 def _row(name: str, field: FieldInfo) -> str:
     default = "required" if field.is_required() else _default(field)
-    return f"| `{name}` | {_values(field.annotation)} | {default} | {field.description} |"
+    return f"- `{name}` ({_values(field.annotation)}; {default}): {field.description}"
 
 
 def _default(field: FieldInfo) -> str:

@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 
 from hookline.config.trainer_config import (
     CheckpointConfig,
+    DDPConfig,
     FSDPConfig,
     HooksConfig,
     MixConfig,
@@ -69,10 +70,10 @@ def event_tables() -> str:
         names = "<br>".join(f"`{alias}`" for alias in event.aliases)
         return f"| `{event.name}` | {names} | {event.doc} | {_asks(event.own)} |"
 
-    common = [f"| `{a.name}` | {a.doc} |" for a in COMMON]
+    common = [f"- `{a.name}`: {a.doc}" for a in COMMON]
     own = {a.name: a for event in EVENTS.values() for a in event.own if a not in COMMON}
     own_rows = [
-        f"| `{a.name}` | {', '.join(f'`{x}`' for x in a.aliases)} | {a.doc} |"
+        f"- {_asks((a,))}: {a.doc}"
         for name, a in own.items()
         if name not in {c.name for c in COMMON}
     ]
@@ -88,14 +89,10 @@ def event_tables() -> str:
             "",
             "Every event has these arguments.",
             "",
-            "| argument | meaning |",
-            "|---|---|",
             *common,
             "",
             "## Arguments of some events",
             "",
-            "| argument | aliases | meaning |",
-            "|---|---|---|",
             *own_rows,
             "",
             "## The loop map",
@@ -103,20 +100,6 @@ def event_tables() -> str:
             "```text",
             LOOP_MAP.rstrip(),
             "```",
-        ]
-    )
-
-
-def readme_table() -> str:
-    """Return the short table of events for the README."""
-    return "\n".join(
-        [
-            "| event | aliases | arguments |",
-            "|---|---|---|",
-            *(
-                f"| `{e.name}` | {', '.join(f'`{x}`' for x in e.aliases)} | {_asks(e.own)} |"
-                for e in EVENTS.values()
-            ),
         ]
     )
 
@@ -138,50 +121,52 @@ MEANINGS = {
 }
 
 
-def config_tables() -> str:
-    """Return the tables of `TrainerConfig` and of the models inside it."""
+def config_lists() -> str:
+    """Return the fields of `TrainerConfig` and of the models inside it."""
     return "\n".join(
         [
-            *_config_table(TrainerConfig),
+            *_config_list(TrainerConfig),
             "",
             "## loaders",
             "",
-            *_config_table(MixConfig),
+            *_config_list(MixConfig),
+            "",
+            "## ddp",
+            "",
+            *_config_list(DDPConfig),
             "",
             "## fsdp",
             "",
-            *_config_table(FSDPConfig),
+            *_config_list(FSDPConfig),
             "",
             "## checkpoints",
             "",
-            *_config_table(CheckpointConfig),
+            *_config_list(CheckpointConfig),
             "",
             "## hooks",
             "",
-            *_config_table(HooksConfig),
+            *_config_list(HooksConfig),
             "",
             "## hooks.settings",
             "",
-            *_options_table(HookSettings),
+            *_options_list(HookSettings),
         ]
     )
 
 
-def _config_table(kind: type[BaseModel]) -> list[str]:
-    rows = [
-        f"| `{name}` | {_values(field.annotation)} | {_default(field)} | "
-        f"{field.description or MEANINGS[f'{kind.__name__}.{name}']} |"
+def _config_list(kind: type[BaseModel]) -> list[str]:
+    return [
+        f"- `{name}` ({_values(field.annotation)}; {_default(field)}): "
+        f"{field.description or MEANINGS[f'{kind.__name__}.{name}']}"
         for name, field in kind.model_fields.items()
     ]
-    return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
 
 
-def _options_table(kind: type) -> list[str]:
-    rows = [
-        f"| `{option.name}` | {_values(option.hint)} | `{option.default}` | {option.text} |"
+def _options_list(kind: type) -> list[str]:
+    return [
+        f"- `{option.name}` ({_values(option.hint)}; `{option.default}`): {option.text}"
         for option in get_options(kind).values()
     ]
-    return ["| field | values | default | meaning |", "|---|---|---|---|", *rows]
 
 
 def _values(annotation: Any) -> str:
@@ -214,11 +199,11 @@ def _default(field: FieldInfo) -> str:
 TARGETS = (
     ("src/hookline/hook.py", "    # -- events: ", "    # -- end of events", hook_methods),
     ("docs/events.md", "<!-- events: ", "<!-- end of events", event_tables),
-    ("docs/trainer_config.md", "<!-- config: ", "<!-- end of config", config_tables),
-    ("README.md", "<!-- events: ", "<!-- end of events", readme_table),
+    ("docs/trainer_config.md", "<!-- config: ", "<!-- end of config", config_lists),
     ("docs/configuration_reference.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
     ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
-    ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
+    ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.folders),
+    ("docs/code_tree.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
 )
 
 
@@ -239,9 +224,8 @@ def texts() -> Iterator[tuple[str, str]]:
             text = host_pages.table(host)
             page = ROOT / f"docs/{host}.md"
             yield f"docs/{host}.md", rewritten(page, "<!-- generated: host", "<!-- end -->", text)
-    for hook in hook_pages.ALL:
-        yield f"docs/built_in/{hook}.md", hook_pages.page(hook)
-    yield "docs/loops.md", hook_pages.loops_page()
+    for name, text in hook_pages.pages().items():
+        yield f"docs/built_in/{name}.md", text
     for topic in api_pages.PAGES:
         yield f"docs/api/{topic}.md", api_pages.page(topic)
     yield "llms.txt", llms_page.llms_text()

@@ -1,16 +1,20 @@
-"""The reference pages of built-in hooks: the output of `hookline hooks show` as Markdown.
+"""The reference pages of built-in hooks: the facts of `hookline hooks show` as Markdown.
 
-`tools/generate.py` writes one page for each hook, and the table on the overview page.
+`tools/generate.py` writes one page for each kind of hook, and the table on the overview page.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+from collections import Counter
 from importlib import import_module
 from typing import Any
 
-from hookline.cli.hook_facts import RANKS, describe_behaviour, describe_hook, group_hooks
+import yaml
+
+from hookline.cli.hook_facts import GROUPS, RANKS, describe_behaviour, describe_hook, group_hooks
 from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
@@ -18,84 +22,96 @@ from hookline.integrations.bare_loop.loop_checks import CALLS, calls_for, saves_
 from hookline.integrations.bare_loop.session import Session
 
 ALL = {**BUILT_INS, **PROBES}
+# The name and the title of each page, by the group of its hooks.
+PAGES = {
+    "monitoring": ("monitoring", "Monitoring hooks"),
+    "optimization": ("steering", "Steering hooks"),
+    "checkpointing": ("checkpointing", "Checkpointing hooks"),
+    "debugging": ("debugging", "Debugging hooks"),
+    "notification": ("notification", "Notification hooks"),
+    "updates": ("updates", "Gradient updates"),
+    "probes": ("probes", "Probes"),
+}
 
 
-def page(name: str) -> str:
-    """Return the page of one built-in hook."""
-    facts = describe_hook(find_hook(name))
-    kind, module = _class(facts)
-    lines = [
-        f"# {kind}",
-        "",
-        f"<!-- Written by `make generate` from {module}; edit there. -->",
-        "",
-        facts["purpose"],
-        "",
-        *([facts["text"], ""] if facts["text"] else []),
-        "```python",
-        facts["python"],
-        "```",
-        "",
-        f"The name of the hook is `{name}`. In a [config file](../configuration.md):",
-        "",
-        "```yaml",
-        facts["yaml"],
-        "```",
-        "",
-        "## Options",
-        "",
-        *_options(facts["options"]),
-        "",
-        "## Events",
-        "",
-        "| event | arguments |",
-        "|---|---|",
-        *(f"| `{event['event']}` | {_asks(event['asks'])} |" for event in facts["events"]),
-        "",
-        f"Order: {facts['order']}. Of several processes, it runs in {RANKS[facts['ranks']]}. "
-        + describe_behaviour(facts),
-        "",
-        "## Cost",
-        "",
-        str(facts["cost"]),
-        "",
-    ]
-    return "\n".join(lines)
+def pages() -> dict[str, str]:
+    """Return the text of each page, by its name."""
+    groups = group_hooks(map(find_hook, ALL))
+    return {
+        name: _page(title, [describe_hook(known) for known in groups[GROUPS[group]]])
+        for group, (name, title) in PAGES.items()
+    }
 
 
 def overview() -> str:
-    """Return the tables of all built-in hooks, by purpose."""
+    """Return the list of all built-in hooks, by kind, with what a bare loop has to call."""
+    groups = group_hooks(map(find_hook, ALL))
     lines: list[str] = []
-    for title, hooks in group_hooks(map(find_hook, ALL)).items():
-        lines += [f"**{title}**", "", "| hook | name | purpose |", "|---|---|---|"]
-        for known in hooks:
+    for group, (page, title) in PAGES.items():
+        lines += [f"### {title}", ""]
+        for known in groups[GROUPS[group]]:
             facts = describe_hook(known)
-            link = f"[{_class(facts)[0]}](built_in/{known.name}.md)"
-            lines.append(f"| {link} | `{known.name}` | {facts['purpose']} |")
+            kind = _class(facts)
+            link = f"[{kind}](built_in/{page}.md#{kind.lower()})"
+            lines.append(f"- {link}: {facts['purpose']} {_in_bare_loop(known.name)}".rstrip())
         lines.append("")
     return "\n".join(lines)
 
 
-def loops_page() -> str:
-    """Return the page that says which built-in hook works in which loop."""
+def _page(title: str, hooks: list[dict[str, Any]]) -> str:
+    """Return one page: what most of its hooks have in common, and a section for each."""
+    columns = zip(*map(_behaviour, hooks), strict=True)
+    common = [Counter(column).most_common(1)[0][0] for column in columns]
     lines = [
-        "# Built-in hooks and loops",
+        f"# {title}",
         "",
-        "<!-- Written by `make generate` from the events and arguments of the hooks. -->",
+        "<!-- Written by `make generate` from the classes; edit there. -->",
         "",
-        "All built-in hooks work with the [trainer](trainer.md). A [bare loop](bare_loop.md) that",
-        "stays unchanged provides what most of them need. Others need calls on the",
-        "[session](session.md). The table shows each hook with its default options;",
-        "`ModelCheckpoint(every_n_steps=…)`, for example, works in an unchanged loop.",
+        f"If a section does not say otherwise: {' '.join(common)} The YAML is an entry "
+        "of `hooks` in a [config file](../configuration.md#hooks).",
         "",
-        "| hook | trainer | bare loop |",
-        "|---|---|---|",
     ]
-    lines += [f"| [{name}](built_in/{name}.md) | yes | {_in_bare_loop(name)} |" for name in ALL]
-    return "\n".join([*lines, ""])
+    for facts in hooks:
+        differing = [one for one in _behaviour(facts) if one not in common]
+        lines += [
+            f"## {_class(facts)}",
+            "",
+            facts["purpose"],
+            "",
+            *([facts["text"], ""] if facts["text"] else []),
+            "```python",
+            re.sub(r"^import .*\n\n", "", facts["python"]),
+            "```",
+            "",
+            "```yaml",
+            _entry(facts["yaml"]),
+            "```",
+            "",
+            *_options(facts["options"]),
+            *(["", " ".join(differing)] if differing else []),
+            "",
+            f"Cost: {facts['cost']}",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _entry(example: str) -> str:
+    """Return the only entry of a YAML example on one line."""
+    ((hook,),) = yaml.safe_load(example)["hooks"].values()
+    name = hook.pop("name")
+    options = (f", {option}: {json.dumps(value)}" for option, value in hook.items())
+    return f"- {{name: {name}{''.join(options)}}}"
+
+
+def _behaviour(facts: dict[str, Any]) -> tuple[str, str, str]:
+    place = f"It is called {facts['order']}."
+    ranks = f"Of several processes, it runs in {RANKS[facts['ranks']]}."
+    return place, ranks, describe_behaviour(facts)
 
 
 def _in_bare_loop(name: str) -> str:
+    """Return what a bare loop has to call for this hook; "" if it may stay unchanged."""
     module, _, class_name = find_hook(name).path.rpartition(".")
     kind = getattr(import_module(module), class_name)
     try:
@@ -115,28 +131,22 @@ def _in_bare_loop(name: str) -> str:
         if not hasattr(Session, attribute) and f'hasattr(trainer, "{attribute}")' not in source
     )
     if missing:
-        return f"no: it calls {', '.join(missing)}"
+        return "Only with the trainer."
     calls = [re.findall(r"`(.+?)`", CALLS[need])[0] for need in sorted(needs)]
-    return f"with {', '.join(f'`{call}`' for call in calls)}" if calls else "yes"
+    return f"A bare loop calls {', '.join(f'`{call}`' for call in calls)}." if calls else ""
 
 
-def _class(facts: dict[str, Any]) -> tuple[str, str]:
-    module, _, name = facts["class"].rpartition(".")
-    return name, module
+def _class(facts: dict[str, Any]) -> str:
+    return str(facts["class"].rpartition(".")[2])
 
 
 def _options(options: list[dict[str, Any]]) -> list[str]:
-    if not options:
-        return ["None."]
-    head = ["| option | type | default | meaning |", "|---|---|---|---|"]
-    return [*head, *(_row(option) for option in options)]
+    """Return the options as a list, each with its default and type."""
+    return [_option(option) for option in options] or ["It has no options."]
 
 
-def _row(option: dict[str, Any]) -> str:
-    default = "" if option["required"] else f"`{option['default']!r}`"
-    kind = option["type"].replace("|", "\\|")
-    return f"| `{option['name']}` | `{kind}` | {default} | {option['meaning']} |"
-
-
-def _asks(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"
+def _option(option: dict[str, Any]) -> str:
+    if option["required"]:
+        return f"- `{option['name']}` (`{option['type']}`, required): {option['meaning']}"
+    shown = f"{option['name']} = {option['default']!r}"
+    return f"- `{shown}` (`{option['type']}`): {option['meaning']}"

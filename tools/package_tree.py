@@ -1,4 +1,4 @@
-"""The tree of the package in CONTRIBUTING.md: each file with the first line of its docstring."""
+"""The tree of the package: each file or folder with the first line of its docstring."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def tree() -> str:
         path = PACKAGE / layer
         lines += _folder(path, 1) if path.is_dir() else [_file(path.with_suffix(".py"), 1)]
     return "\n".join(["```text", *lines, "```"])
+
+
+def folders() -> str:
+    """Return the folders alone, each with the first line of its docstring."""
+    found = [PACKAGE / layer for layer in reversed(_layers()) if (PACKAGE / layer).is_dir()]
+    lines = [f"  {path.name + '/':<14} {_purpose(path / '__init__.py')}" for path in found]
+    return "\n".join(["```text", "src/hookline/", *lines, "```"])
 
 
 def _layers() -> list[str]:

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 
 from hookline._version import __version__ as __version__
 from hookline.lazy_exports import lazy_exports
-from hookline.log_records import make_records_printable
-from hookline.masking import mask_log_records
 
 if TYPE_CHECKING:
     from hookline.config.registry import HookRegistry as HookRegistry
@@ -198,9 +196,6 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     *_ALIASES,
     *(name for names in _MODULES.values() for name in names),
 ]
-
-mask_log_records()
-make_records_printable()
 
 __getattr__, __dir__ = lazy_exports(
     __name__, _MODULES, _ALIASES, ("config_files", "probes", "updates")

@@ -19,26 +19,6 @@ from hookline.errors import ArgumentError, listed, nearest
 from hookline.masking import masked_repr
 from hookline.printable import printable
 
-__all__ = [
-    "as_reason",
-    "check_choice",
-    "check_flag",
-    "check_function",
-    "check_instance",
-    "check_mapping",
-    "check_name",
-    "check_number",
-    "check_path",
-    "check_whole_number",
-    "describe_value",
-    "is_number",
-    "listed_strings",
-    "read_attribute",
-    "read_items",
-    "show_value",
-    "user_path",
-]
-
 _FLOAT_LIMIT = sys.float_info.max
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 else:
     _Float = object
 
-__all__ = ["NO_LOSS", "LazyDict", "LazyFloat", "Metrics", "State", "StepContext"]
-
 _MAX_SHOWN = 2000  # characters of a value in a mapping's `repr`
 
 
@@ -278,10 +276,7 @@ class Metrics(LazyDict):
 
 
 class EvalMetrics(Metrics):
-    """The metrics of `on_eval_end`: named `eval/…`, with `eval/perplexity`.
-
-    Changes also reach the event's metrics, so that later hooks see them.
-    """
+    """The metrics of `on_eval_end`, named `eval/…`; changes reach the event's metrics, too."""
 
     def __init__(self, metrics: MutableMapping[str, Any]) -> None:
         super().__init__()
@@ -300,27 +295,18 @@ class EvalMetrics(Metrics):
         super().__setitem__(key, value)
         self._metrics[key] = value
 
-    def __delitem__(self, key: str) -> None:
-        super().__delitem__(key)
-        self._metrics.pop(key, None)
-
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
 
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        self._metrics.pop(key, None)
+
     def pop(self, key: str, *default: Any) -> Any:
         self._metrics.pop(key, None)
         return super().pop(key, *default)
-
-    def popitem(self) -> tuple[str, Any]:
-        key, value = super().popitem()
-        self._metrics.pop(key, None)
-        return key, value
-
-    def clear(self) -> None:
-        super().clear()
-        self._metrics.clear()
 
 
 class State(LazyDict):

@@ -36,34 +36,6 @@ from difflib import get_close_matches
 
 from hookline.printable import MessageLines, printable, printable_message, quote_lines
 
-__all__ = [
-    "ArgumentError",
-    "CheckpointError",
-    "CollectiveError",
-    "ConfigError",
-    "HookConfigError",
-    "HookFailedError",
-    "HookStateError",
-    "HooklineError",
-    "LoopError",
-    "NameTakenError",
-    "NotAHookError",
-    "NotSuppliedError",
-    "ObserverError",
-    "OrderError",
-    "ProbeError",
-    "RandomNumberError",
-    "RegistrationError",
-    "RunError",
-    "SignatureError",
-    "StopTraining",
-    "TrainingError",
-    "UnknownEventError",
-    "UnknownHookError",
-    "UnknownMetricError",
-]
-
-
 _MAX_NAMES = 30
 _MAX_NAME = 100  # characters
 
@@ -180,9 +152,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{printable(close[0])}'?" if close else ""
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str], most: int = _MAX_NAMES) -> str:
     """Return names for a message: quoted and separated by commas, or "none"."""
     every = list(names)
-    shown = [f"'{printable(name, _MAX_NAME)}'" for name in every[:_MAX_NAMES]]
+    shown = [f"'{printable(name, _MAX_NAME)}'" for name in every[:most]]
     more = len(every) - len(shown)
     return (", ".join(shown) or "none") + (f" and {more} more" if more else "")

@@ -15,8 +15,6 @@ from types import MappingProxyType
 from hookline.arguments import show_value
 from hookline.errors import UnknownEventError, nearest
 
-__all__ = ["COMMON", "EVENTS", "FLOWS", "LOOP_MAP", "Argument", "Event", "find_event"]
-
 
 @dataclass(frozen=True)
 class Argument:
@@ -231,11 +229,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 def find_event(name: str) -> Event:
-    """Return the event of this name or alias.
-
-    Raises:
-        UnknownEventError: with the nearest valid name.
-    """
+    """Return the event of this name or alias; raise an `UnknownEventError`."""
     event = NAMES.get(name) if isinstance(name, str) else None
     if event is None:
         hint = nearest(name, NAMES) if isinstance(name, str) else ""

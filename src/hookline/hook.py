@@ -16,8 +16,6 @@ from typing import Any, ClassVar, Literal, cast
 from hookline.arguments import show_value
 from hookline.errors import NotAHookError
 
-__all__ = ["ForwardHook", "Hook", "HookGroup", "Ranks", "UpdateHook", "as_hook"]
-
 Ranks = Literal["all", "main", "local_main"]
 
 
@@ -294,30 +292,10 @@ _FUNCTION_HOOKS: dict[str | None, Callable[[Any], Hook]] = {
 }
 
 
-_CALLBACKS = {
-    ("transformers", "TrainerCallback"): "Hugging Face",
-    ("lightning", "Callback"): "Lightning",
-    ("pytorch_lightning", "Callback"): "Lightning",
-}
-
-
 def as_hook(hook: Any, kind: str | None = None) -> Hook:
-    """Return a hook unchanged, and a function as a hook of this kind.
-
-    Raises:
-        NotAHookError: it is neither.
-    """
+    """Return a hook unchanged, and a function as a hook of this kind; raise a `NotAHookError`."""
     if isinstance(hook, Hook):
         return hook
-    cls = hook if isinstance(hook, type) else type(hook)
-    for base in cls.__mro__:
-        library = _CALLBACKS.get((base.__module__.partition(".")[0], base.__name__))
-        if library is not None:
-            raise NotAHookError(
-                f"{cls.__name__} is a callback of {library}, not a hook. Inherit from "
-                "hookline.Hook instead and declare the arguments that its methods use; "
-                "docs/migrating.md has a table of the names."
-            )
     if isinstance(hook, type) and issubclass(hook, Hook):
         raise NotAHookError(
             f"{hook.__name__} is a class; register an instance of it: {hook.__name__}()."

@@ -11,8 +11,6 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-__all__ = ["AllowedInterrupts", "HeldInterrupts", "find_active_handler", "is_main_thread"]
-
 
 class HeldInterrupts:
     """While the block runs, Ctrl-C (SIGINT) waits for its end. A second one acts at once.

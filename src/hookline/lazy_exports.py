@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_exports"]
-
 
 def lazy_exports(
     package: str,
@@ -16,14 +14,7 @@ def lazy_exports(
     aliases: Mapping[str, str] | None = None,
     subpackages: Iterable[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package.
-
-    Args:
-        package: the package's name.
-        modules: the names to import, by module, relative to the package.
-        aliases: other names of the same objects.
-        subpackages: packages that are imported when accessed as attributes.
-    """
+    """Return `__getattr__` and `__dir__` for a package."""
     module_of = {name: module for module, names in modules.items() for name in names}
     name_of = {**{name: name for name in module_of}, **(aliases or {})}
     subpackages = frozenset(subpackages)

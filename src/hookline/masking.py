@@ -15,26 +15,13 @@ Running text is not interpreted: "the password is hush" stays, unless hush is a 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
-import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, quote_plus, urlsplit
-
-__all__ = [
-    "MASK",
-    "is_secret_name",
-    "mask_arguments",
-    "mask_known_values",
-    "mask_log_records",
-    "mask_secrets",
-    "mask_text",
-    "masked_repr",
-    "remember_secrets",
-]
 
 MASK = "***"
 
@@ -147,11 +134,12 @@ _ASSIGNMENT = re.compile(  # name=value, 'name': 'value', {name: value, …}, --
     rf"|(?<=[{{,])\s{{0,20}}(?P<flow>{_NAME}) ?: {{1,20}}(?=\S)"
     rf"|--(?P<option>{_NAME}) (?=[^\s-]))"
 )
-_QUOTED = re.compile(
-    r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|\\\"[^\"]*\\\"|<[^<>]*>", re.DOTALL
+_VALUE = re.compile(  # a quoted text, something in brackets, such as a list or a call, or a word
+    r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|\\\"[^\"]*\\\""
+    r"|[\w.]{0,100}(?:\[[^\]\n]*\]?|\{[^}\n]*\}?|\([^)\n]*\)?|<[^>\n]*>?)|[^\s,;&'\"(){}\[\]]+",
+    re.DOTALL,
 )
-_WORD = re.compile(r"[^\s,;&'\"(){}\[\]]+")
-_MARKS = re.compile(r"\\.|[\"'()\[\]{},]", re.DOTALL)  # of a value in brackets
+_FLOW_VALUE = re.compile(r"[^,{}\[\]\n]+|\[[^\]\n]*\]?")  # in YAML's `{name: value, …}`
 _PLAIN = ("", MASK, "None", "True", "False", "null", "true", "false", "[]", "{}", "()")
 
 
@@ -195,44 +183,16 @@ def _mask_assignments(text: str) -> str:
         name: str = found["name"] or found["key"] or found["flow"] or found["option"]
         if not _has_secret_name(name):
             continue
-        value_end = _find_value_end(text, found.end(), is_in_flow=found["flow"] is not None)
-        value = text[found.end() : value_end]
+        pattern = _VALUE if found["flow"] is None else _FLOW_VALUE
+        matched = pattern.match(text, found.end())
+        value = "" if matched is None else matched[0].rstrip()
         if value.strip("'\"\\") in _PLAIN:
             continue
         mark = value[-1] if value[-1] in "'\"" else ""
         mark = f"\\{mark}" if value.endswith('\\"') else mark
         parts += [text[end : found.end()], mark, MASK, mark]
-        end = value_end
+        end = found.end() + len(value)
     return "".join([*parts, text[end:]]) if parts else text
-
-
-def _find_value_end(text: str, start: int, *, is_in_flow: bool) -> int:
-    """Return where the value ends that begins at `start`; in YAML's `{name: value, …}`, its comma.
-
-    A value is a quoted text, a word, or something in brackets, such as a list or a call.
-    """
-    quoted = _QUOTED.match(text, start)
-    if quoted is not None:
-        return quoted.end()
-    word = _WORD.match(text, start)
-    end = start if word is None else word.end()
-    if not is_in_flow and text[end : end + 1] not in ("(", "[", "{"):
-        return end
-    depth, quote = 0, ""
-    for found in _MARKS.finditer(text, end):
-        mark = found[0]
-        if quote or mark in ("'", '"'):
-            quote = "" if mark == quote else quote or mark
-        elif mark in "([{":
-            depth += 1
-        elif depth == 0 and is_in_flow:
-            return found.start()
-        elif mark in ")]}":
-            depth -= 1
-            if depth == 0 and not is_in_flow:
-                return found.end()
-    line_end = text.find("\n", end)  # a bracket or quote is not closed
-    return len(text) if line_end == -1 else line_end
 
 
 def _has_secret_name(name: str) -> bool:
@@ -262,23 +222,17 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
 
 # -- nested values --------------------------------------------------------------------------------
 
-_CONTAINERS = (str, Mapping, list, tuple)
 _MAX_DEPTH = 100
 
 
 def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True) -> Any:
     """Return mappings, lists and texts without secrets, at any depth.
 
-    None, booleans and empty values stay, also under a secret name. Objects of other types stay as
-    they are; convert them to JSON before. A container within itself, or within more than a hundred
-    others, becomes "…", and one whose own methods raise its type.
-
-    Args:
-        value: The value; it is not changed.
-        by_name: Mask the values of keys that look secret. Not for mappings whose keys come from
-            elsewhere: a package may be called `google-auth`.
-        known_values: Mask values of environment variables, and remembered ones. Without them, the
-            result depends on nothing but the value, as the hash of a configuration must.
+    None, booleans and empty values stay, also under a secret name, and so do objects of other
+    types: convert them to JSON before. A container within itself, or within more than a hundred
+    others, becomes "…". `by_name=False` is for mappings whose keys come from elsewhere: a package
+    may be called `google-auth`. Without `known_values`, the result depends on nothing but the
+    value, as the hash of a configuration must.
     """
     mask = mask_text if known_values else _mask_patterns
 
@@ -310,14 +264,8 @@ def mask_secrets(value: Any, *, by_name: bool = True, known_values: bool = True)
 def _is_secret_item(key: Any, item: Any) -> bool:
     if item is None or isinstance(item, bool) or not isinstance(key, str):
         return False
-    return is_secret_name(key) and not (isinstance(item, _CONTAINERS) and _is_empty(item))
-
-
-def _is_empty(item: Any) -> bool:
-    try:
-        return len(item) == 0
-    except Exception:  # of the value's own methods
-        return False
+    is_container = isinstance(item, str | Mapping | list | tuple)
+    return is_secret_name(key) and not (is_container and len(item) == 0)
 
 
 def masked_repr(value: Any, *names: Any) -> str:
@@ -338,9 +286,7 @@ _pattern: re.Pattern[str] | None = None
 def remember_secrets(value: Any, *, is_secret: bool = False) -> None:
     """Mask the secrets of a configuration from now on wherever they stand, also in error texts.
 
-    Args:
-        value: A nested configuration; values of keys that look secret are remembered.
-        is_secret: The value itself is a secret, whatever its name is.
+    They are the values of keys that look secret; with `is_secret`, the value itself.
     """
     global _pattern
     left: list[tuple[Any, bool]] = [(value, is_secret)]
@@ -348,14 +294,10 @@ def remember_secrets(value: Any, *, is_secret: bool = False) -> None:
     while left:
         value, is_secret = left.pop()
         if isinstance(value, Mapping | list | tuple):
-            if (id(value), is_secret) in seen:
-                continue
-            seen.add((id(value), is_secret))
-        if isinstance(value, Mapping | list | tuple):
-            try:
-                left += _inner_values(value, is_secret)
-            except Exception:  # of the value's own methods
-                continue
+            if (id(value), is_secret) not in seen:
+                seen.add((id(value), is_secret))
+                with suppress(Exception):  # of the value's own methods
+                    left += _inner_values(value, is_secret)
         elif is_secret and isinstance(value, str | int):
             forms = _written_forms(value)
             if not forms <= _remembered:
@@ -371,10 +313,7 @@ def _inner_values(value: Any, is_secret: bool) -> list[tuple[Any, bool]]:
 
 
 def _written_forms(value: str | int) -> set[str]:
-    """Return how a value may be written: as it is, escaped, in a URL, and a URL's path.
-
-    There are none if it is not masked wherever it stands.
-    """
+    """Return how a value that is masked everywhere may be written: escaped, in a URL, its path."""
     try:
         text = str.__str__(value) if isinstance(value, str) else str(value)
         encoded = {quote(text), quote(text, safe=""), quote_plus(text)}
@@ -414,26 +353,3 @@ def _known_values() -> re.Pattern[str] | None:
         longest_first = sorted(_remembered, key=len, reverse=True)
         _pattern = re.compile("|".join(map(re.escape, longest_first)))
     return _pattern
-
-
-# -- logs -----------------------------------------------------------------------------------------
-
-
-def mask_log_records() -> None:
-    """Mask secrets in what Hookline's loggers log, tracebacks included."""
-    for name in ("hookline", "hookline.training"):
-        logging.getLogger(name).addFilter(_mask_record)  # no effect if it is there already
-
-
-def _mask_record(record: logging.LogRecord) -> bool:
-    try:
-        message = record.getMessage()
-    except Exception:  # arguments that do not match; logging reports that itself
-        return True
-    if (masked := mask_text(message)) != message:
-        record.msg, record.args = masked, ()
-    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
-        text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
-        if (masked := mask_text(text)) != text:
-            record.exc_text = masked  # formatters show it instead of exc_info
-    return True

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property
 from itertools import islice
-from typing import Any, ClassVar, Self, cast, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
@@ -21,17 +21,6 @@ from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
 from hookline.masking import MASK, remember_secrets
 from hookline.printable import message_lines
-
-__all__ = [
-    "REGISTRATION_KEYS",
-    "BuiltIn",
-    "Option",
-    "OptionProblem",
-    "OptionsError",
-    "check_options",
-    "get_options",
-    "mask_declared",
-]
 
 REGISTRATION_KEYS = ("every", "sample_rate", "from_epoch", "before", "after", "strict", "ranks")
 """The arguments of `add_hook` that a configuration may have beside a hook's name."""
@@ -63,25 +52,12 @@ class Option:
         except PydanticSchemaGenerationError:
             return None
 
-    def list_set(self, value: Any) -> Any:
-        """Return a set as a sorted list, if the option takes a list; else the value itself."""
-        if not isinstance(value, set | frozenset) or self.hint is Any or self._adapter is None:
-            return value
-        items = sorted(value, key=str)
-        try:
-            valid = self._adapter.validate_python(items)
-        except Exception:  # `find_problem` says why
-            return value
-        return items if isinstance(valid, list | tuple) else value
-
     def find_problem(self, value: Any) -> str | None:
         """Return why a value is not valid, or None if it is."""
         if self._adapter is None:
             return None
         try:
             valid = self._adapter.validate_python(value)
-            if isinstance(value, list | dict) and type(value) not in (list, dict):
-                list(value)  # pydantic does not use the methods of subclasses
         except ValidationError as error:
             return _join_messages(error)
         except Exception as error:  # of the value's own methods, or too deeply nested
@@ -143,11 +119,9 @@ class BuiltIn(Hook):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.hookline_cost = cls.cost
-        if "__init__" in vars(cls):
-            setattr(cls, "__init__", _accept_sets(vars(cls)["__init__"]))  # noqa: B010
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Check the options. `__init__` receives them as they were passed, but sets as lists."""
+        """Check the options. `__init__` receives them as they were passed."""
         hook = super().__new__(cls)
         resolved = check_options(cls, options, args, require_all=False)
         hook.hookline_options = mask_declared(cls, resolved)
@@ -161,25 +135,6 @@ class BuiltIn(Hook):
         initialize: Any = cls.__init__
         initialize(hook, **options)
         return hook
-
-
-def _accept_sets(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Return an `__init__` that gets a sorted list where a set is given and a list is taken."""
-    names = list(inspect.signature(initialize).parameters)[1:]
-
-    @wraps(initialize)
-    def initialize_with_lists(hook: Any, *args: Any, **options: Any) -> None:
-        if any(isinstance(value, set | frozenset) for value in (*args, *options.values())):
-            known: Mapping[str, Option] = get_options(cast(Any, type(hook)))
-
-            def convert(name: str, value: Any) -> Any:
-                return known[name].list_set(value) if name in known else value
-
-            args = (*map(convert, names, args), *args[len(names) :])
-            options = {name: convert(name, value) for name, value in options.items()}
-        initialize(hook, *args, **options)
-
-    return initialize_with_lists
 
 
 @cache
@@ -218,13 +173,9 @@ def check_options(
         check_values: whether to check values against their annotations.
         require_all: whether an option without default must be given; False leaves the error to
             Python's own call.
-
-    Raises:
-        OptionsError: has every problem.
     """
     known = get_options(hook_class)
     given = dict(zip(known, args, strict=False)) | dict(options)
-    given = {n: known[n].list_set(value) if n in known else value for n, value in given.items()}
     remember_secrets(given)
     remember_secrets([given.get(name) for name in hook_class.secret_options], is_secret=True)
     open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from unicodedata import category
-
-__all__ = [
-    "MessageLines",
-    "escape_controls",
-    "message_lines",
-    "printable",
-    "printable_lines",
-    "printable_message",
-    "quote_lines",
-]
 
 # Control characters, marks that change the direction of text, invisible characters, line and
 # paragraph separators, lone surrogates. Joiners and variation selectors belong to emoji and to
@@ -25,10 +14,6 @@ _CONTROLS = re.compile(
     "\U00013430-\U00013440\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
     "|(?<![^\x00-\x7f])[\u200c\u200d\ufe00-\ufe0f]|[\u200c\u200d](?![^\x00-\x7f])"
 )
-_ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]")  # faster
-# A letter has few accents in any language; many are drawn over the lines above.
-_MAX_ACCENTS = 4
-_NO_LETTERS = re.compile(rf"[^\w\s\x00-\x7f]{{{_MAX_ACCENTS + 1},}}")
 
 _MESSAGE_LINE = 1200  # characters of one line of a message
 _MAX_LINES = 200
@@ -41,13 +26,7 @@ def printable(text: object, limit: int = 200) -> str:
 
 
 def printable_lines(text: str, limit: int = 200, line_limit: int = 2000) -> str:
-    """Return a text of several lines with control characters escaped.
-
-    Args:
-        text: The text.
-        limit: The number of lines after which it is cut.
-        line_limit: The length after which a line is cut.
-    """
+    """Return a text of several lines with control characters escaped."""
     lines = text.split("\n", limit)
     shown = [_cut(escape_controls(line[: line_limit + 1]), line_limit) for line in lines[:limit]]
     left_out = lines[limit].count("\n") + 1 if len(lines) > limit else 0
@@ -64,10 +43,7 @@ class MessageLines(str):
 
 
 def message_lines(*lines: object) -> MessageLines:
-    """Return a message of these lines, with control characters escaped; all but one are indented.
-
-    A line that is a message of several lines itself keeps them.
-    """
+    """Return a message of several lines, with control characters escaped, all but one indented."""
     shown = [line for one in lines for line in printable_message(one).split("\n")]
     indented = [line if line.startswith("  ") else f"  {line}" for line in shown[1:_MAX_LINES]]
     more = len(shown) - _MAX_LINES
@@ -76,10 +52,7 @@ def message_lines(*lines: object) -> MessageLines:
 
 
 def printable_message(text: object) -> str:
-    """Return a message that contains names, with their control characters escaped.
-
-    It is one line, unless it was made by `message_lines`.
-    """
+    """Return a message that contains names, on one line unless `message_lines` has made it."""
     text = text if isinstance(text, str) else str(text)
     return text if isinstance(text, MessageLines) else _cut_middle(text)
 
@@ -115,20 +88,10 @@ def escape_controls(
     if text.isascii() and text.isprintable():
         return text
 
-    def escape_accents(found: re.Match[str]) -> str:
-        """Escape the accents of a letter that has too many of them."""
-        shown, count = "", 0
-        for char in found[0]:
-            count = count + 1 if category(char) in ("Mn", "Me") else 0
-            shown += escape(char) if count > _MAX_ACCENTS else char
-        return shown
-
     def escape_control(found: re.Match[str]) -> str:
         return found[0] if found[0] in allowed else escape(found[0])
 
-    if text.isascii():
-        return _ASCII_CONTROLS.sub(escape_control, text)
-    return _NO_LETTERS.sub(escape_accents, _CONTROLS.sub(escape_control, text))
+    return _CONTROLS.sub(escape_control, text)
 
 
 def _cut(text: str, limit: int) -> str:

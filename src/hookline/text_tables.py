@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Sequence
 
 from hookline.printable import printable
 
-__all__ = ["cell_width", "format_table", "join_some", "pad", "printable_cells"]
-
 _MAX_CELL = 200
 _MAX_LAST_CELL = 1000
 

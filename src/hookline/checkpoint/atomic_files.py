@@ -28,22 +28,6 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 if TYPE_CHECKING:
     from filelock import BaseFileLock
 
-__all__ = [
-    "TEMPORARY",
-    "create_folder",
-    "create_locked_folder",
-    "hash_file",
-    "hash_stream",
-    "move_to_free_name",
-    "numbered_paths",
-    "remove_leftovers",
-    "remove_locked_folder",
-    "replace_file",
-    "sync",
-    "temporary_folder",
-    "write_atomic",
-]
-
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files and folders. Readers skip them."""
 
@@ -69,11 +53,7 @@ def sync(path: Path) -> None:
 
 
 def create_folder(folder: Path) -> None:
-    """Create a folder with its parents, durably.
-
-    Another part of the program may have created some of the parents without flushing them. So the
-    entries of the nearest ones, such as `runs/<run>/checkpoints`, are flushed in any case.
-    """
+    """Create a folder with its parents, durably; the entries of at least three are flushed."""
     missing = sum(not path.exists() for path in (folder, *folder.absolute().parents))
     folder.mkdir(parents=True, exist_ok=True)
     for parent in islice(folder.resolve().parents, max(missing, 3)):
@@ -99,10 +79,7 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
 
 @contextmanager
 def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, None]:
-    """Replace a file with the temporary one that is written in the block.
-
-    `durable`: flush it to the disk, so that it also survives a power failure.
-    """
+    """Replace a file with the temporary one that is written in the block."""
     with temporary_folder(path.parent, path.name) as folder:
         temporary = folder / path.name
         yield temporary
@@ -115,11 +92,7 @@ def replace_file(path: Path, *, durable: bool = True) -> Generator[Path, None, N
 
 @contextmanager
 def temporary_folder(parent: Path, name: str) -> Generator[Path, None, None]:
-    """Create a temporary folder, and remove it with everything that is still in it at the end.
-
-    Move finished files and folders out of it, to a destination in `parent`. The name of what is
-    written is part of the folder's name.
-    """
+    """Create a temporary folder, from which finished files are moved, and remove it at the end."""
     with HeldInterrupts():
         folder, lock = create_locked_folder(parent, name)
         try:

@@ -38,15 +38,6 @@ from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import read_regular_file
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
-from hookline.printable import printable
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointShare",
-    "duplicate_checkpoint",
-    "load_checkpoint",
-    "save_checkpoint",
-]
 
 
 @dataclass
@@ -79,9 +70,6 @@ def save_checkpoint(
         state: Everything else, as nested dicts, lists, tuples, numbers, strings and tensors.
             `dict`, `OrderedDict`, `Counter` and all other types are restored exactly.
         info: Numbers and strings for the manifest. Tensors with one element become numbers.
-
-    Raises:
-        CheckpointError: A value cannot be saved (then nothing is written), or the disk fails.
     """
     begin = perf_counter()
     encoded = encode_state(model, state)
@@ -99,15 +87,7 @@ def _get_path(result: SaveResult) -> Path:
 
 
 def duplicate_checkpoint(path: Path, folder: Path) -> Path:
-    """Save a checkpoint in a second folder, with hard links where the file system has them.
-
-    Args:
-        path: The checkpoint; it is verified first.
-        folder: The second folder; if it exists, `_2`, `_3` … is added to its name.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or the disk fails.
-    """
+    """Save a checkpoint in a second folder, with hard links where the file system has them."""
     begin = perf_counter()
     manifest = read_manifest(path, verify_files=True)
     writer = CheckpointWriter({}, manifest["info"], begin)
@@ -148,10 +128,6 @@ def load_checkpoint(
         device: Where the weights go. The state's tensors stay on the CPU: random states have to,
             and optimizers move theirs to their parameters' devices.
         share: What this process verifies and reads, if several processes do it together.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or written by a newer version. The message names
-            the file.
     """
     path = user_path(path)
     manifest = read_manifest(path, verify_files=True, share=(share.rank, share.size))
@@ -191,7 +167,7 @@ def _read_versions(value: Any) -> dict[str, Any]:
     """Return the versions of modules, which modules compare with numbers when they load."""
     versions = _expect_mapping(value, "metadata")
     for name in versions:
-        found = _expect_mapping(versions[name], f"metadata of {printable(name, 60)}").get("version")
+        found = _expect_mapping(versions[name], f"metadata of {name}").get("version")
         if found is not None and type(found) is not int:
-            raise TypeError(f"the version of '{printable(name, 60)}' is not a number")
+            raise TypeError(f"the version of '{name}' is not a number")
     return versions

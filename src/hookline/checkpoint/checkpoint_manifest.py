@@ -24,24 +24,6 @@ from hookline.files.regular_files import count_hole_bytes, open_regular_file, re
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.printable import printable
 
-__all__ = [
-    "FILES",
-    "FORMAT",
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "InvalidCheckpointError",
-    "check_files",
-    "check_hashes",
-    "check_manifest",
-    "hash_manifest",
-    "is_checkpoint_name",
-    "is_count",
-    "parse_json_file",
-    "parse_manifest",
-    "part_names",
-    "read_json",
-]
-
 FORMAT = "hookline.checkpoint"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -112,11 +94,7 @@ def _reading(name: str) -> Generator[None]:
 
 
 def read_json(file: Path, max_bytes: int) -> Any:
-    """Return the contents of a JSON file of a checkpoint.
-
-    Raises:
-        InvalidCheckpointError: The file is missing, refused, too large, or not JSON.
-    """
+    """Return the contents of a JSON file of a checkpoint; raise InvalidCheckpointError."""
     with _reading(file.name):
         data = read_regular_file(file, max_bytes)
     return parse_json_file(file.name, data)
@@ -131,11 +109,7 @@ def parse_json_file(name: str, data: bytes) -> Any:
 
 
 def parse_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint in a folder, after checking all of its fields.
-
-    Raises:
-        InvalidCheckpointError: It is damaged, or not the manifest of a checkpoint.
-    """
+    """Return the manifest of the checkpoint in a folder, after checking all of its fields."""
     if path.is_symlink():
         raise InvalidCheckpointError(
             MANIFEST, "is not read: its folder is a symbolic link, which is not followed"
@@ -242,17 +216,13 @@ def check_files(path: Path, manifest: Manifest) -> None:
 def check_hashes(
     path: Path,
     manifest: Manifest,
-    on_progress: Callable[[int], object] | None = None,
+    on_progress: Callable[[int], object] = int,
     share: tuple[int, int] = (0, 1),
 ) -> None:
     """Compare the hashes of files with the manifest.
 
-    Args:
-        path: The checkpoint's folder.
-        manifest: Its manifest.
-        on_progress: Called with the number of bytes that were read since the last call.
-        share: The rank and the number of processes that compare the hashes together: the files
-            with the parts of this rank are compared, and every file by one process.
+    `on_progress` is called with the number of bytes that were read. `share` is the rank
+    and the number of processes that compare together, each its own files.
     """
     rank, size = share
     for name, expected in manifest["files"].items():
@@ -262,7 +232,6 @@ def check_hashes(
         with _reading(name), open_regular_file(path / name) as file:
             while block := file.read(_BLOCK):
                 hashed.update(block)
-                if on_progress is not None:
-                    on_progress(len(block))
+                on_progress(len(block))
         if hashed.hexdigest() != expected["xxh3_64"]:
             raise InvalidCheckpointError(name, "has changed since it was written (wrong hash)")

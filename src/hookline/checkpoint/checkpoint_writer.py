@@ -37,8 +37,6 @@ from hookline.checkpoint.checkpoint_manifest import FORMAT, FORMAT_VERSION, hash
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
-__all__ = ["CheckpointWriter", "PartWriter", "SaveResult", "SharedSave", "SharedSaves"]
-
 log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 25
@@ -94,10 +92,7 @@ class SharedSave:
 
 
 class SharedSaves:
-    """Gives every save of several processes a token that all of them know without a message.
-
-    The token of this object is the same in all processes, and no other run has it.
-    """
+    """Gives every save of several processes a token that all of them know without a message."""
 
     def __init__(self, token: str, rank: int, size: int) -> None:
         self._token, self._rank, self._size = token, rank, size
@@ -114,19 +109,7 @@ class _AbandonedError(Exception):
 
 
 class CheckpointWriter:
-    """Writes the same files into one folder after another.
-
-    The second folder gets hard links to the files of the first one. Where the file system does not
-    support them, the files are written again.
-
-    Args:
-        files: The contents of the checkpoint's files except `manifest.json`.
-        info: The manifest's `info`, encoded.
-        begin: When the save was requested, by `time.perf_counter`.
-        synced: Other files, which are flushed to the disk first.
-        tree: What becomes `state.json`, if it is not one of the files: JSON that does not change.
-        shared: Several processes write the checkpoint; this one is rank 0.
-    """
+    """Writes the same files into one folder after another; later ones get hard links."""
 
     def __init__(
         self,
@@ -155,13 +138,7 @@ class CheckpointWriter:
         self._others.update(files)
 
     def write(self, folder: Path, *, move_last: bool) -> SaveResult:
-        """Write a checkpoint that is durable afterwards; errors are part of the result.
-
-        Args:
-            folder: Where to write it. If it exists, `<folder>_2`, `<folder>_3` … is written. Names
-                that begin with a dot, and `last` and `best`, get an underscore in front.
-            move_last: Make the file `last` beside it name the checkpoint.
-        """
+        """Write a checkpoint that is durable afterwards; errors are part of the result."""
         path: Path | None = None
         error: CheckpointError | None = None
         replaced = False
@@ -288,11 +265,7 @@ class CheckpointWriter:
 
 
 class PartWriter(CheckpointWriter):
-    """Writes the files of a rank other than 0.
-
-    Attributes:
-        requested: The checkpoint that they are a part of.
-    """
+    """Writes the files of a rank other than 0 for the checkpoint `requested`."""
 
     requested: Path
     _folder: Path | None = None
@@ -382,15 +355,14 @@ def _describe_failure(
             f"The checkpoint {path} is complete, but syncing its folder failed: {text}. It may be "
             f"lost if the machine fails. {advice}"
         )
-    left = (
-        "No partial files were left."
-        if _is_absent(temporary)
-        else (f"Partial files are left in {temporary}; the next save there removes them.")
-    )
+    left = "No partial files were left."
+    if not _is_absent(temporary):
+        left = f"Partial files are left in {temporary}; the next save there removes them."
     return f"The checkpoint {folder} could not be written: {text}. {left} {advice}"
 
 
 def _is_absent(path: Path | None) -> bool:
+    """Return whether it is known that there is no such path."""
     if path is None:
         return True
     try:

@@ -18,20 +18,13 @@ from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file, read_regular_file
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 
-__all__ = ["CheckpointContents", "StateSection", "TensorEntry", "read_contents"]
-
 _DTYPES = {"F": "float", "I": "int", "U": "uint", "C": "complex", "BF": "bfloat"}
 _MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the model.
-
-    Attributes:
-        size: Its size in bytes; 0 if it is tied to another one.
-        tied_to: The name of the tensor that it is tied to.
-    """
+    """A tensor of the model; one that is tied to another has the size 0."""
 
     name: str
     dtype: str
@@ -71,11 +64,7 @@ class CheckpointContents:
 
 
 def read_contents(path: Path) -> CheckpointContents:
-    """Return what a checkpoint contains.
-
-    Raises:
-        CheckpointError: A file cannot be read. The message names it.
-    """
+    """Return what a checkpoint contains."""
     manifest = read_manifest(path)
     name = "model.safetensors"
     try:

@@ -19,16 +19,6 @@ from hookline.printable import message_lines, printable
 if TYPE_CHECKING:
     from hookline.checkpoint.checkpoint_folder import Checkpoint
 
-__all__ = [
-    "describe_differences",
-    "describe_hook_differences",
-    "describe_mismatches",
-    "fit_checkpoint",
-    "fitting_weights",
-    "select_fitting",
-    "with_versions",
-]
-
 log = logging.getLogger("hookline")
 
 _MAX_SHOWN = 5  # of one kind; the others are counted
@@ -37,12 +27,7 @@ State = Mapping[str, Any]
 
 
 def describe_differences(checkpoint: Checkpoint, *, model: State, state: State) -> list[str]:
-    """Return all differences between a checkpoint and a loop, one line each.
-
-    Compared are names, shapes and dtypes of weights; number, class, groups, parameters and state
-    shapes of optimizers; number and class of schedulers; names of hooks with a state. Values such
-    as learning rates may differ: those of the checkpoint are loaded.
-    """
+    """Return all differences between a checkpoint and a loop, one line each; values may differ."""
     saved = checkpoint.state
     lines = describe_mismatches(checkpoint.model, model)
     lines += _describe_dtypes(checkpoint.model, model)
@@ -77,9 +62,6 @@ def fit_checkpoint(
             for the whole section.
         problems: Lines about what cannot be loaded and has no replacement: they always raise.
         more: Returns further lines for the message.
-
-    Raises:
-        CheckpointError: It does not fit, and `strict` is set; or it has problems.
     """
     lines = describe_differences(checkpoint, model=model, state=state)
     hooks = describe_hook_differences(checkpoint.state.get("hooks", {}), state.get("hooks", {}))
@@ -107,8 +89,10 @@ def describe_hook_differences(saved: State, here: State) -> list[str]:
     """Return which hooks have no saved state, and which saved states have no hook."""
     missing = [name for name in here if name not in saved]
     orphaned = [name for name in saved if name not in here]
-    lines = [f"the checkpoint has no state of these hooks: {_list_some(missing)}"] * bool(missing)
-    return lines + [f"saved states without a hook: {_list_some(orphaned)}"] * bool(orphaned)
+    lines = [f"the checkpoint has no state of these hooks: {listed(missing, _MAX_SHOWN)}"] * bool(
+        missing
+    )
+    return lines + [f"saved states without a hook: {listed(orphaned, _MAX_SHOWN)}"] * bool(orphaned)
 
 
 def describe_mismatches(weights: State, expected: State) -> list[str]:
@@ -116,7 +100,7 @@ def describe_mismatches(weights: State, expected: State) -> list[str]:
     missing = [name for name in expected if name not in weights]
     unknown = [name for name in weights if name not in expected]
     lines = [
-        f"{owner} lacks {_list_some(names)}"
+        f"{owner} lacks {listed(names, _MAX_SHOWN)}"
         for owner, names in (("the checkpoint", missing), ("the model", unknown))
         if names
     ]
@@ -154,11 +138,7 @@ def with_versions(weights: OrderedDict[str, Any], source: State) -> OrderedDict[
 
 
 def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Checkpoint:
-    """Return what a loop can load: the checkpoint's values, its own where these do not fit.
-
-    Optimizers of another class or with other groups, and schedulers of another class, keep their
-    state. So do all optimizers if a weight does not fit: theirs belongs to other parameters.
-    """
+    """Return what a loop can load: the checkpoint's values, its own where these do not fit."""
     saved = checkpoint.state
     weights = OrderedDict({**model, **fitting_weights(checkpoint.model, model)})
     with_versions(weights, checkpoint.model)
@@ -246,11 +226,6 @@ def _has_same_shape(first: Any, second: Any) -> bool:
     """Return whether two values have the same shape, as far as both have one."""
     shapes = [getattr(value, "shape", None) for value in (first, second)]
     return None in shapes or shapes[0] == shapes[1]
-
-
-def _list_some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return listed(names[:_MAX_SHOWN]) + more
 
 
 def _limit(lines: list[str], what: str) -> list[str]:

@@ -25,8 +25,6 @@ from hookline.errors import CheckpointError, listed
 from hookline.printable import printable
 from hookline.tensors.memory import unshared
 
-__all__ = ["ExportedWeights", "export_weights"]
-
 
 @dataclass(frozen=True)
 class ExportedWeights:
@@ -70,9 +68,6 @@ def export_weights(
             which PyTorch loads with `weights_only=True`.
         averaged: Write the average that the hook EMA has kept, instead of the training weights.
         replace: Replace an existing file.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or the file exists or cannot be written.
     """
     checkpoint, file = user_path(checkpoint), user_path(file)
     sums = file.with_name(f"{file.name}.sha256")

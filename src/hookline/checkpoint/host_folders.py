@@ -22,8 +22,6 @@ from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
 from hookline.printable import printable
 
-__all__ = ["HOOKS_FOLDER", "describe_incomplete", "find_host_checkpoint", "mark_complete", "unmark"]
-
 log = logging.getLogger("hookline")
 
 HOOKS_FOLDER = "hookline"
@@ -59,12 +57,7 @@ def unmark(folder: Path, name: str = HOOKS_FOLDER) -> None:
 
 
 def describe_incomplete(folder: Path, *, verify: bool = True) -> str | None:
-    """Return what is missing or damaged in a host's checkpoint; None if it is complete.
-
-    Args:
-        folder: the checkpoint.
-        verify: read the files and compare their hashes, not only their sizes.
-    """
+    """Return what is missing or damaged in a host's checkpoint; None if it is complete."""
     try:
         facts = read_json(folder / _COMPLETION_FILE, file_limits.manifest_bytes)
     except InvalidCheckpointError as error:
@@ -96,10 +89,7 @@ def _describe_file(path: Path, expected: dict[str, Any], *, verify: bool) -> str
 
 
 def find_host_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
-    """Return the newest complete `checkpoint-<step>` of Hugging Face in a folder; None without one.
-
-    Incomplete ones are skipped with a warning.
-    """
+    """Return the newest complete `checkpoint-<step>` of Hugging Face in a folder, or None."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
         match = _NAME.fullmatch(path.name)

@@ -45,8 +45,6 @@ from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import read_regular_file
 
-__all__ = ["fetch_checkpoint", "import_fsspec"]
-
 log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 22
@@ -55,15 +53,7 @@ _MAX_NAME = 100
 
 
 def import_fsspec(url: str, problem: str) -> Any:
-    """Return the module fsspec, after checking that it supports the URL's protocol.
-
-    Args:
-        url: The URL.
-        problem: What cannot be done with the URL otherwise, for the message.
-
-    Raises:
-        ConfigError: A package is missing, which the message names, or the protocol is unknown.
-    """
+    """Return the module fsspec; raise a `ConfigError` if it does not support the URL's protocol."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     try:
         fsspec: Any = import_module("fsspec")  # here, because local folders do not need it
@@ -88,11 +78,6 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
             for the newest complete checkpoint in them. Those that were saved after a crash, and
             those that have only the weights, are fetched only by their own URL.
         into: The folder in which the checkpoint's folder is created.
-
-    Raises:
-        CheckpointError: There is no complete checkpoint, or it cannot be read. The message names
-            the file that is damaged.
-        ConfigError: The URL's protocol needs a package that is not installed.
     """
     fs, root = import_fsspec(url, "Checkpoints cannot be fetched from").url_to_fs(url)
     into, root, url = Path(into), root.rstrip("/"), url.rstrip("/")

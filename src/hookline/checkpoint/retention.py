@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,8 +30,6 @@ from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count
 from hookline.errors import CheckpointError, listed
 from hookline.files.limits import file_limits
 from hookline.printable import printable
-
-__all__ = ["KeepRules", "RetainedCheckpoint", "Retention", "remove_checkpoint"]
 
 log = logging.getLogger("hookline")
 
@@ -111,10 +108,6 @@ class Retention:
     Call `reserve` before a checkpoint is saved: the writer's state, which is part of that
     checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
     the checkpoints that are no longer kept. Call `discard` for one that could not be saved.
-
-    Args:
-        keep_best: The rules, as those of `KeepRules`; so are `mode`, `keep_last` and `keep_every`.
-        weights_only: Whether the writer's checkpoints have only the model's weights.
     """
 
     def __init__(
@@ -216,9 +209,6 @@ class Retention:
         """Register a durable checkpoint and remove those that are no longer kept.
 
         Return False if the checkpoint was not reserved by this writer.
-
-        Raises:
-            CheckpointError: The pointer `best` could not be moved. Everything else is done.
         """
         checkpoint = self._find_pending(path)
         if checkpoint is None:
@@ -257,14 +247,10 @@ class Retention:
         _reserved_paths.discard((self.folder / checkpoint.name).resolve())
 
     def _find_pending(self, path: Path) -> RetainedCheckpoint | None:
-        """Return what was reserved for this path; another process may have taken the name."""
+        """Return what was reserved for this path."""
         if self._folder is None or path.parent.resolve() != self.folder.resolve():
             return None
-        if path.name in self._pending:
-            return self._pending[path.name]
-        if path.resolve() in _reserved_paths:
-            return None  # reserved by another writer
-        return next((c for c in self._pending.values() if _is_variant(path, c.name)), None)
+        return self._pending.get(path.name)
 
     # -- which are kept ---------------------------------------------------------------------------
 
@@ -318,11 +304,7 @@ class Retention:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; `reconcile` then finds the checkpoints in the folder.
-
-        Raises:
-            CheckpointError: `state_dict` does not return such a state.
-        """
+        """Restore the state; `reconcile` then finds the checkpoints in the folder."""
         if not isinstance(state, Mapping) or not is_count(state.get("number")):
             raise CheckpointError("The saved list of checkpoints is damaged: it has no number.")
         kept, latest = (_read_entries(state.get(name)) for name in ("kept", "latest"))
@@ -342,9 +324,6 @@ class Retention:
             writer: The name of the writer's state among the states of hooks.
             run_id: The id of the run; None if there is none. Checkpoints of other runs are never
                 touched; without an id, only those in the restored state are recognized.
-
-        Raises:
-            CheckpointError: The pointer `best` could not be moved. Everything else is done.
         """
         try:
             self._complete_save(path, writer, run_id)
@@ -359,16 +338,10 @@ class Retention:
         *,
         resumed_from: Path | None = None,
     ) -> None:
-        """Find the checkpoints of a writer, which may start in the middle of a run.
-
-        It was disabled at the start, or replaces another one of the same name. The arguments are
-        those of `reconcile`; `ranking` is what the writer's saved state has to have, because other
-        scores cannot be compared.
-        """
+        """Find the checkpoints of a writer, which may start in the middle of a run."""
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():
-            is_last = resumed_from is not None and found.resolve() == resumed_from.resolve()
-            own = _find_own(found, writer, ranking or {}, is_resumed_from=is_last)
+            own = _find_own(found, writer, ranking or {})
             info = manifest["info"]
             if own is None or (info.get("run_id"), info.get("step")) != (run_id, own.step):
                 continue
@@ -411,9 +384,7 @@ class Retention:
             )
 
 
-def _find_own(
-    path: Path, writer: str, ranking: Mapping[str, Any], *, is_resumed_from: bool
-) -> RetainedCheckpoint | None:
+def _find_own(path: Path, writer: str, ranking: Mapping[str, Any]) -> RetainedCheckpoint | None:
     """Return the entry of a checkpoint in the writer's state that was saved with it."""
     from hookline.checkpoint.state_tree import decode  # here, because it imports torch
 
@@ -425,21 +396,11 @@ def _find_own(
         entries = _read_entries(decode(saved["checkpoints"]["latest"], {}))
     except Exception:  # saved by another writer, or not a state at all
         return None
-    for entry in entries:
-        if entry.name == path.name:
-            return entry
-        if is_resumed_from and _is_variant(path, entry.name):
-            other = path.with_name(entry.name)  # another process had taken the name, or it is ours
-            return None if _find_own(other, writer, ranking, is_resumed_from=False) else entry
-    return None
+    return next((entry for entry in entries if entry.name == path.name), None)
 
 
 def _read_entries(saved: Any) -> list[RetainedCheckpoint]:
-    """Return the checkpoints of a saved state, whose names stay in the folder.
-
-    Raises:
-        CheckpointError: An entry is not valid.
-    """
+    """Return the checkpoints of a saved state, whose names stay in the folder."""
     if not isinstance(saved, list):
         raise CheckpointError("The saved list of checkpoints is damaged: it is not a list.")
     for fields in saved:
@@ -495,8 +456,3 @@ def _read_created(path: Path) -> str | None:
 
 def _is_free(path: Path) -> bool:
     return not os.path.lexists(path) and path.resolve() not in _reserved_paths
-
-
-def _is_variant(path: Path, name: str) -> bool:
-    """Return whether a path has this name with `_2`, `_3` … added."""
-    return re.fullmatch(re.escape(name) + r"_\d+", path.name) is not None

@@ -24,8 +24,6 @@ from hookline.checkpoint.checkpoint_writer import (
 from hookline.checkpoint.state_tree import SnapshotBuffers, decode, encode_info, encode_state
 from hookline.errors import CheckpointError
 
-__all__ = ["CheckpointSaver"]
-
 _START_SECONDS = 1.0  # for a thread whose start was interrupted by a signal
 _NICENESS = 10  # with 19, a write beside training on all cores took a minute
 _LOWEST_PRIORITY = 19
@@ -67,11 +65,7 @@ class CheckpointSaver:
     def prepare(
         self, *, model: Mapping[str, Tensor], state: Mapping[str, Any], shards_only: bool = False
     ) -> None:
-        """Allocate the memory for copies of this state, so that the first save is fast too.
-
-        Raises:
-            CheckpointError: A value cannot be saved.
-        """
+        """Allocate the memory for copies of this state, so that the first save is fast too."""
         encoded = encode_state(model, state)
         encoded = encoded.shards_only() if shards_only else encoded
         self.wait()
@@ -106,9 +100,6 @@ class CheckpointSaver:
             shared: Several processes save sharded tensors together, each with this call. Rank 0's
                 result says whether the checkpoint is complete; the others call `release_part` when
                 they know it.
-
-        Raises:
-            CheckpointError: A value cannot be saved. Nothing is written then.
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
@@ -142,11 +133,7 @@ class CheckpointSaver:
         return results
 
     def release_parts(self, folders: Collection[Path] | None = None) -> None:
-        """Remove what rank 0 has not taken of this rank's parts, once it has finished.
-
-        Args:
-            folders: The checkpoints that rank 0 has finished; None for all.
-        """
+        """Remove what rank 0 has not taken of this rank's parts of these checkpoints, or of all."""
         released = [p for p in self._parts if folders is None or p.requested in folders]
         if self._write is not None and self._write.writer in released:  # rank 0 has failed before
             self.wait()

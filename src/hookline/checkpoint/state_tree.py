@@ -24,16 +24,6 @@ from hookline.context import LazyDict, LazyFloat, read_lazy
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard, is_sharded, shard_of
 
-__all__ = [
-    "Decoder",
-    "EncodedState",
-    "Encoder",
-    "SnapshotBuffers",
-    "decode",
-    "encode_info",
-    "encode_state",
-]
-
 _MAX_DEPTH = 100  # JSON parsers fail at several hundred levels
 _KEYS = (type(None), bool, int, float, str, bytes)
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -53,10 +43,6 @@ class Encoder:
 
     A tensor that occurs several times is collected once. A `LazyFloat` is saved as a float, a
     `Metrics` as a dict, a `Parameter` as a tensor.
-
-    Args:
-        root: The first part of paths in messages.
-        numbers_only: Save tensors with one element as numbers; other tensors raise an error.
     """
 
     def __init__(self, root: str, *, numbers_only: bool = False) -> None:
@@ -168,20 +154,12 @@ class Encoder:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that `Encoder.encode` converted.
-
-    Raises:
-        Exception: `Encoder.encode` does not return such a value; any exception of Python's types.
-    """
+    """Return the tree that `Encoder.encode` converted."""
     return Decoder(tensors).decode(value)
 
 
 class Decoder:
-    """Converts JSON back to trees with these tensors.
-
-    The JSON may come from a stranger. What is returned needs no more memory than the files: a
-    tensor that occurs several times is one object, and an array occurs once.
-    """
+    """Converts JSON, which may come from a stranger, back to trees with these tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -335,11 +313,7 @@ class EncodedState:
 
 @torch.no_grad()
 def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedState:
-    """Encode Python values as JSON and collect the tensors.
-
-    Raises:
-        CheckpointError: A value cannot be saved.
-    """
+    """Encode Python values as JSON and collect the tensors."""
     weights = {k: v for k, v in model.items() if isinstance(v, Tensor)}
     for name in weights:
         if name == "__metadata__" or not _is_text(name):
@@ -378,10 +352,7 @@ class SnapshotBuffers:
         self._tensors.reserve(state.tensors, state.tensor_shards)
 
     def copy(self, state: EncodedState, rank: int = 0) -> dict[str, memoryview]:
-        """Copy the tensors of a state; return the contents of their files until the next call.
-
-        A rank other than 0 has files for its shards, `model-1.safetensors`.
-        """
+        """Copy the tensors of a state; return the contents of their files until the next call."""
         self._weights.copy(state.weights, state.weight_shards)
         self._tensors.copy(state.tensors, state.tensor_shards)
         number = f"-{rank}" if rank else ""

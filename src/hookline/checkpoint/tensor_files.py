@@ -23,10 +23,7 @@ from torch import Tensor
 
 from hookline.checkpoint.tensor_header import StoredTensor, read_header
 from hookline.files.regular_files import open_handle
-from hookline.printable import printable
 from hookline.tensors.sharded import Shard, can_be_read_in_parts, shard_from_local, shard_of
-
-__all__ = ["TensorBuffer", "read_tensors", "write_tensors"]
 
 _NATIVE = {
     torch.float64: "F64",
@@ -95,12 +92,7 @@ class TensorBuffer:
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard] = _NONE) -> None:
-        """Copy tensors of any device. Tied tensors are copied once.
-
-        Args:
-            tensors: The tensors by name.
-            shards: Those of them that are a rank's part of a tensor.
-        """
+        """Copy tensors of any device. Tied tensors are copied once."""
         sources = self._lay_out(tensors, shards)
         accelerator = _accelerator()
         for view, source in zip(self._views, sources, strict=True):
@@ -236,10 +228,6 @@ def read_tensors(
         parts: Files with the other parts of the sharded tensors in it, which become whole.
         find_shard: Returns the sharded tensor that the tensor with a name is loaded into. If that
             has the same shape, only this rank's part is read, and a `DTensor` is returned.
-
-    Raises:
-        ValueError: A file is damaged, or not a safetensors file.
-        OSError: It cannot be read, is a link, or not a regular file.
     """
     tensors: dict[str, Tensor] = {}
     joined: dict[str, _Joined] = {}
@@ -259,8 +247,7 @@ def read_tensors(
                     continue
                 piece = file.locate(name)
                 if name not in shards or name not in joined or joined[name].shape != piece.whole:
-                    shown = printable(name)
-                    raise ValueError(f"{part.name} has a part of another tensor '{shown}'")
+                    raise ValueError(f"{part.name} has a part of another tensor '{name}'")
                 joined[name].add(file, piece)
     for name in list(joined):
         tensors[name] = joined.pop(name).make(device)
@@ -307,12 +294,12 @@ class _TensorFile:
         if stored.viewed is not None:
             dtype, shape = _find_dtype(stored.viewed[0]), stored.viewed[1]
         if math.prod(shape) * dtype.itemsize != stored.size:
-            raise ValueError(f"the tensor '{printable(name)}' does not have its shape")
+            raise ValueError(f"the tensor '{name}' does not have its shape")
         whole, offset = self.shards.get(name, (shape, [0] * len(shape)))
         ends = [o + n for o, n in zip(offset, shape, strict=False)]
         dimensions = {len(whole), len(offset), len(shape)}
         if len(dimensions) > 1 or any(e > n for e, n in zip(ends, whole, strict=True)):
-            raise ValueError(f"the tensor '{printable(name)}' is not a part of its whole")
+            raise ValueError(f"the tensor '{name}' is not a part of its whole")
         return _Piece(stored, dtype, shape, whole, offset)
 
     def read(self, piece: _Piece, rows: slice | None = None) -> Tensor:
@@ -346,7 +333,7 @@ class _Joined:
     def add(self, file: _TensorFile, piece: _Piece) -> None:
         """Read what this part has of a piece."""
         if piece.dtype != self._dtype:
-            raise ValueError(f"the parts of '{printable(self._name)}' have different dtypes")
+            raise ValueError(f"the parts of '{self._name}' have different dtypes")
         self._elements += math.prod(piece.shape)
         places = list(zip(piece.offset, piece.shape, self._offset, self._size, strict=True))
         common = [(max(theirs, own), min(theirs + n, own + m)) for theirs, n, own, m in places]
@@ -365,7 +352,7 @@ class _Joined:
     def make(self, device: torch.device) -> Tensor:
         """Return the tensor, once all pieces were added."""
         if math.prod(self.shape) != self._elements:
-            raise ValueError(f"parts of the tensor '{printable(self._name)}' are missing")
+            raise ValueError(f"parts of the tensor '{self._name}' are missing")
         if len(self._read) == 1 and list(self._read[0][0].shape) == self._size:
             values = self._read[0][0].contiguous()
         else:
@@ -381,5 +368,5 @@ def _find_dtype(name: str) -> torch.dtype:
     """Return a dtype of torch; quantized ones are never written."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or name.startswith("q"):
-        raise ValueError(f"unknown dtype '{printable(name, 40)}'")
+        raise ValueError(f"unknown dtype '{name}'")
     return dtype

@@ -14,9 +14,6 @@ from typing import Any, BinaryIO
 
 from hookline.files.limits import file_limits
 from hookline.files.strict_json import parse_json
-from hookline.printable import printable
-
-__all__ = ["StoredTensor", "TensorHeader", "read_header"]
 
 _ITEM_SIZES = {  # the dtypes that tensor_files.py writes
     **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
@@ -68,11 +65,7 @@ class TensorHeader:
 
 
 def read_header(file: BinaryIO) -> TensorHeader:
-    """Return the header of an open file; the file is then at the first tensor.
-
-    Raises:
-        ValueError: The file is damaged, or not a safetensors file.
-    """
+    """Return the header of an open file, which is then at the first tensor; raise ValueError."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
@@ -89,27 +82,27 @@ def read_header(file: BinaryIO) -> TensorHeader:
     position = 0
     for one in tensors:
         if one.begin != position:
-            raise ValueError(f"the tensor '{printable(one.name)}' overlaps another or leaves a gap")
+            raise ValueError(f"the tensor '{one.name}' overlaps another or leaves a gap")
         position = one.end
     if 8 + length + position != size:
         raise ValueError(f"its tensors have {position} bytes and the file {size - 8 - length}")
     tied = _parse_mapping(metadata, "hookline.same")
     for name, other in tied.items():
         if name in header or not isinstance(other, str) or other not in header:
-            raise ValueError(f"'{printable(name)}' is tied to a tensor that the file lacks")
+            raise ValueError(f"'{name}' is tied to a tensor that the file lacks")
     shards = _parse_mapping(metadata, "hookline.shards")
     for name, place in shards.items():
         if not isinstance(place, list) or len(place) != 2 or not all(map(_is_shape, place)):
-            raise ValueError(f"'{printable(name)}' has no valid place in 'hookline.shards'")
+            raise ValueError(f"'{name}' has no valid place in 'hookline.shards'")
     return TensorHeader(tensors, tied, shards, 8 + length)
 
 
 def _parse_tensor(name: str, fields: Any, viewed: Any) -> StoredTensor:
-    shown = f"the tensor '{printable(name)}'"
+    shown = f"the tensor '{name}'"
     fields = _mapping(fields, shown)
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        raise ValueError(f"{shown} has the unknown dtype '{printable(dtype, 40)}'")
+        raise ValueError(f"{shown} has the unknown dtype '{dtype}'")
     if not _is_shape(shape):
         raise ValueError(f"{shown} has no valid shape")
     if not _is_shape(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

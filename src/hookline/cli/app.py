@@ -36,10 +36,9 @@ from hookline.cli.text_output import prepare_streams, print_text
 from hookline.cli.train_command import TrainCommand, check, schema, train
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
+from hookline.log_records import filter_log_records
 from hookline.masking import mask_text
 from hookline.printable import printable, printable_lines, quote_lines
-
-__all__ = ["app", "main"]
 
 FAILED, BAD_INPUT = 1, 2
 LARGEST_SEED = 2**63 - 1
@@ -60,6 +59,7 @@ app.command(cls=Command)(report)
 def main() -> None:
     """Run the command line and exit."""
     prepare_streams()
+    filter_log_records()
     arguments = [one for one in sys.argv[1:] if one != "--debug"]  # allowed at any position
     is_debug = len(arguments) < len(sys.argv) - 1
     try:

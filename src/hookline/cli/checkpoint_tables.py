@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hookline.checkpoint.contents import CheckpointContents
     from hookline.runs.checkpoint_reader import SavedCheckpoint
 
-__all__ = ["format_contents", "format_list", "format_pruning", "format_size"]
-
 _MAX_ROWS = 2000  # of checkpoints, and of the weights of one
 _MAX_DAMAGED = 20  # checkpoints whose problem is shown
 

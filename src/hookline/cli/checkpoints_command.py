@@ -30,8 +30,6 @@ from hookline.text_tables import join_some
 if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint
 
-__all__ = ["checkpoints_app"]
-
 _STYLES = {
     r"\A.*": "bold",
     r"(?<=  )(complete|ok)\b": "green",

@@ -17,21 +17,6 @@ from typer.core import TyperCommand, TyperGroup
 from hookline.arguments import user_path
 from hookline.cli.text_output import is_main_process, print_text
 
-__all__ = [
-    "Command",
-    "Json",
-    "RunsFolder",
-    "bad_value",
-    "check_folder",
-    "check_runs_folder",
-    "delay_interrupts",
-    "exit_on_interrupt",
-    "new_group",
-    "one_of",
-    "whole_number",
-]
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 RunsFolder = Annotated[
     Path | None,

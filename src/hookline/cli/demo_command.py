@@ -30,8 +30,6 @@ from hookline.printable import printable
 from hookline.runs.run_lookup import shorten_path
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["make_trainer", "run_demo"]
-
 BATCH, CONTEXT, WIDTH, HEADS, BLOCKS = 48, 32, 96, 4, 2
 PEAK_LR, WARM_UP, CLIP = 7e-3, 20, 1.0
 PROMPT, GENERATED, TEMPERATURE = "The ", 200, 0.7

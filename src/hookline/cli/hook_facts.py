@@ -20,8 +20,6 @@ from hookline.hook import Hook, HookGroup
 from hookline.options import Option, get_options
 from hookline.runs.jsonable import to_jsonable
 
-__all__ = ["GROUPS", "RANKS", "describe_behaviour", "describe_hook", "group_hooks"]
-
 GROUPS = {
     "monitoring": "Monitor training",
     "optimization": "Control training",

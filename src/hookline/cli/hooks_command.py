@@ -16,8 +16,6 @@ from hookline.errors import HooklineError
 from hookline.printable import printable
 from hookline.text_tables import cell_width, pad, printable_cells
 
-__all__ = ["events", "hooks_app"]
-
 _WIDTH = 100
 
 hooks_app = new_group("hooks")

@@ -12,8 +12,6 @@ from hookline.arguments import user_path
 from hookline.cli.command_base import bad_value
 from hookline.printable import printable
 
-__all__ = ["init"]
-
 _FILES = {
     "train.yaml": "the config file: model, data, optimizer, trainer, hooks",
     "model.py": "the model and its data",

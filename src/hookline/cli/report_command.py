@@ -18,8 +18,6 @@ from hookline.cli.command_base import (
 from hookline.cli.text_output import print_json, progress_bar, show
 from hookline.printable import printable
 
-__all__ = ["report"]
-
 _LARGE = 50_000_000  # bytes of a log that takes a while to read
 
 

@@ -22,8 +22,6 @@ from hookline.text_tables import cell_width, format_table
 if TYPE_CHECKING:
     from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["runs_app"]
-
 _WIDEST = 60
 _MAX_ROWS = 100  # of one section of a diff
 _MAX_RUNS = 2000  # of the list

@@ -14,16 +14,6 @@ from typing import Any, TextIO
 from hookline.printable import escape_controls, printable
 from hookline.text_tables import cell_width
 
-__all__ = [
-    "is_main_process",
-    "prepare_streams",
-    "print_json",
-    "print_text",
-    "progress_bar",
-    "show",
-    "terminal_width",
-]
-
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
 _WORDS = re.compile(r"\s*\S+")
 

@@ -26,17 +26,6 @@ from hookline.printable import printable, printable_message
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
 
-__all__ = [
-    "Config",
-    "Overrides",
-    "TrainCommand",
-    "TrustedPackages",
-    "check",
-    "load_config",
-    "schema",
-    "train",
-]
-
 _NEWEST = "newest"
 _MAX_CELL = 1_000
 _FILES = (".yaml", ".yml", ".toml", ".json")

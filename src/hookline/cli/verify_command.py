@@ -12,8 +12,6 @@ from hookline.cli.text_output import print_json, print_text, progress_bar
 from hookline.cli.train_command import Config, Overrides, TrustedPackages, load_config
 from hookline.errors import HooklineError
 
-__all__ = ["verify"]
-
 
 def verify(
     config: Config,

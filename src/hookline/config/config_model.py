@@ -13,8 +13,6 @@ from hookline.arguments import show_value
 from hookline.errors import ConfigError, nearest
 from hookline.printable import message_lines, printable
 
-__all__ = ["UNKNOWN_FIELD_ERRORS", "Config", "describe_fields"]
-
 _MAX_PROBLEMS = 10  # that a message shows
 
 
@@ -80,11 +78,7 @@ def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
 
 
 def describe_fields(model: type[Any], path: tuple[str | int, ...]) -> dict[str, str]:
-    """Return the fields of the model at a path, with their descriptions.
-
-    Where the annotation at the path has several models, the fields of all of them are returned.
-    Parts of the path that are not fields, such as the index of a list, are skipped.
-    """
+    """Return the fields, with their descriptions, of all models at a path of a model."""
     models = [model]
     for part in path:
         found = [_fields(one)[part] for one in models if part in _fields(one)]

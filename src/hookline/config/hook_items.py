@@ -15,8 +15,6 @@ from hookline.masking import mask_text
 from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options, mask_declared
 from hookline.printable import printable
 
-__all__ = ["SECTIONS", "HookItem", "iterate_items", "make_hook", "split_hooks"]
-
 SECTIONS: Mapping[str, str] = {
     "loop": "loop",
     "forward": "forward",
@@ -51,10 +49,6 @@ class HookItem:
             item: a hook's name, or a mapping with `name` or `class_path`.
             kind: the kind of hook that the item's section requires; None for any.
             check_values: whether to check the values of a built-in's options.
-
-        Raises:
-            OptionsError: options do not match the hook's signature.
-            ConfigError: the item is malformed, or its hook unknown.
         """
         mapping = {"name": item} if isinstance(item, str) else item
         if not isinstance(mapping, Mapping):
@@ -62,7 +56,7 @@ class HookItem:
                 f"{show_value(item)} is a {type(item).__name__}; expected a hook's name, or a "
                 "mapping with 'name' and options."
             )
-        rest = _as_options(mapping, "A hook")
+        rest = _as_options(mapping)
         name, alias = _pop_names(rest)
         enabled = rest.pop("enabled", True)
         if not isinstance(enabled, bool):
@@ -97,11 +91,7 @@ class HookItem:
 
 
 def make_hook(name: str, options: Mapping[str, Any]) -> Hook:
-    """Return a hook of this name or class path, created with these options.
-
-    Raises:
-        ConfigError: the name is unknown, or the options do not match the hook's signature.
-    """
+    """Return a hook of this name or class path, created with these options."""
     return HookItem.read({"name": name, "init_args": options}).make_hook()
 
 
@@ -127,15 +117,11 @@ def _pop_string(rest: dict[str, Any], key: str) -> str | None:
 
 
 def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the hook's own options, and the arguments of its registration.
-
-    A key that the class itself declares as an option belongs to the class, unless its options are
-    given under `init_args`.
-    """
+    """Return the hook's own options, and the arguments of its registration."""
     init_args = rest.pop("init_args", None)
     if init_args is not None and not isinstance(init_args, Mapping):
         raise ConfigError(f"'init_args' is {show_value(init_args)}; expected a mapping.")
-    options = {} if init_args is None else _as_options(init_args, "'init_args'")
+    options = {} if init_args is None else _as_options(init_args)
     own = () if options else get_options(hook_class)
     registration = {
         key: rest.pop(key) for key in REGISTRATION_KEYS if key in rest and key not in own
@@ -150,7 +136,6 @@ def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
     """Yield each hook of a configuration: its place, the kind its section requires, the item."""
     for _ in range(2):  # the configuration, and its `hooks`
         if isinstance(config, Mapping):
-            config = _as_dict(config, "The configuration of hooks")
             config = config.get("hooks", config)
     if config is None:
         return
@@ -172,13 +157,7 @@ def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:
 
 
 def split_hooks(config: Any) -> tuple[Any, Any]:
-    """Return a trainer's configuration without the hooks that are listed in it, and these hooks.
-
-    In a mapping, `hooks` may be a list or have sections, as in a config file, besides the fields of
-    a `HooksConfig`.
-    """
-    if isinstance(config, Mapping):
-        config = _as_dict(config, "The configuration")
+    """Return a trainer's configuration without the hooks that are listed in it, and these hooks."""
     hooks = config.get("hooks") if isinstance(config, Mapping) else None
     if hooks is None or isinstance(hooks, HooksConfig):
         return config, None
@@ -186,7 +165,7 @@ def split_hooks(config: Any) -> tuple[Any, Any]:
         return {**config, "hooks": {}}, hooks
     fields: dict[Any, Any] = {}
     sections: dict[Any, Any] = {}
-    for name, value in _as_dict(hooks, "'hooks'").items():
+    for name, value in hooks.items():
         is_field = name in HooksConfig.model_fields or not nearest(show_value(name), SECTIONS)
         (fields if is_field and name not in SECTIONS else sections)[name] = value
     return {**config, "hooks": fields}, sections
@@ -199,16 +178,5 @@ def _as_list(items: Any, place: str) -> list[Any]:
         raise ConfigError(str(error)) from error
 
 
-def _as_dict(mapping: Mapping[Any, Any], what: str) -> dict[Any, Any]:
-    try:
-        return dict(mapping.items())
-    except Exception as error:  # of the mapping's own methods
-        raise ConfigError(
-            f"{what} is a {type(mapping).__name__} that cannot be read ({show_value(error)}); "
-            "expected a dict."
-        ) from error
-
-
-def _as_options(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
-    options = _as_dict(mapping, what)
-    return {key if isinstance(key, str) else show_value(key): options[key] for key in options}
+def _as_options(mapping: Mapping[Any, Any]) -> dict[str, Any]:
+    return {key if isinstance(key, str) else show_value(key): mapping[key] for key in mapping}

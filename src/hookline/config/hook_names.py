@@ -8,7 +8,6 @@ An installed package names its hooks with entry points, which are read without i
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,19 +18,6 @@ from typing import Any
 
 from hookline.errors import ConfigError, listed, nearest
 from hookline.hook import Hook
-
-__all__ = [
-    "BUILT_INS",
-    "PROBES",
-    "KnownHook",
-    "find_hook",
-    "known_hooks",
-    "load_class",
-    "load_hook_class",
-    "packaged_hooks",
-]
-
-log = logging.getLogger("hookline")
 
 BUILT_INS: Mapping[str, str] = {
     "gradient_monitor": "hookline.hooks.monitoring.gradient_monitor.GradientMonitor",
@@ -125,11 +111,7 @@ def _read_entry_points(search_path: tuple[str, ...]) -> tuple[KnownHook, ...]:
 
 
 def known_hooks() -> dict[str, KnownHook]:
-    """Return every hook that has a name, without importing any.
-
-    A package's hook whose name is taken is listed under its full name, `package:name`. A built-in
-    always keeps its name; if several packages share a name, all of them are listed in full.
-    """
+    """Return every hook that has a name; one whose name is taken has its full name."""
     own = {**BUILT_INS, **PROBES}
     known = {name: KnownHook(name, path, _OWN_PACKAGE) for name, path in own.items()}
     packaged = packaged_hooks()
@@ -141,19 +123,11 @@ def known_hooks() -> dict[str, KnownHook]:
 
 
 def find_hook(name: str) -> KnownHook:
-    """Return the hook of a name or class path, without importing it.
-
-    Raises:
-        ConfigError: the name is unknown or ambiguous.
-    """
+    """Return the hook of a name or class path, without importing it."""
     packaged = packaged_hooks()
     same_name = [hook for hook in packaged if hook.name == name]
     own = {**BUILT_INS, **PROBES}
     if name in own:
-        if same_name:
-            other = same_name[0]
-            text = "'%s' is a built-in hook. The hook of the package '%s' is '%s'."
-            log.warning(text, name, other.package, other.full_name)
         return KnownHook(name, own[name], _OWN_PACKAGE)
     if len(same_name) > 1:
         raise ConfigError(
@@ -173,11 +147,6 @@ def _find_by_class_name(name: str) -> KnownHook:
     same_class = [hook for hook in known.values() if hook.class_name == name]
     if len(same_class) == 1:
         return same_class[0]
-    if same_class:
-        raise ConfigError(
-            f"Several hooks have a class '{name}'. Use one of: "
-            f"{listed(hook.name for hook in same_class)}."
-        )
     names = [*known, *(hook.class_name for hook in known.values())]
     raise ConfigError(
         f"Unknown hook '{name}'.{nearest(name, names)} `hookline hooks` lists all names. Name a "
@@ -209,12 +178,7 @@ def load_hook_class(name: str) -> type[Hook]:
     found = find_hook(name)
     hook_class = load_class(found.path)
     if not (isinstance(hook_class, type) and issubclass(hook_class, Hook)):
-        if isinstance(hook_class, Hook):
-            kind = type(hook_class).__name__
-            raise ConfigError(f"'{name}' is an instance of {kind}; expected the class itself.")
-        is_own = found.package in (_OWN_PACKAGE, name.partition(".")[0])
-        package = "" if is_own else f" of {found.package}"
         raise ConfigError(
-            f"'{name}'{package} is not a hook: it does not inherit from hookline.Hook."
+            f"'{name}' is not a hook: {found.path} does not inherit from hookline.Hook."
         )
     return hook_class

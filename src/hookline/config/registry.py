@@ -10,14 +10,12 @@ from hookline.config.hook_items import SECTIONS, HookItem, iterate_items
 from hookline.config.hook_names import BUILT_INS, PROBES, packaged_hooks
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import HookManager, HookSettings
-from hookline.dispatch.arguments import EventArguments
 from hookline.dispatch.entry import Entry
+from hookline.dispatch.event_arguments import EventArguments
 from hookline.errors import ConfigError, HooklineError, UnknownHookError, nearest
 from hookline.events import FLOWS
 from hookline.hook import Hook
 from hookline.updates.gradient_mapping import StandaloneGradients
-
-__all__ = ["HookRegistry"]
 
 
 class HookRegistry(HookManager):
@@ -67,11 +65,7 @@ class HookRegistry(HookManager):
     def add_configured(
         self, config: HooksConfig | Mapping[str, Any] | Iterable[Any] | None
     ) -> list[str]:
-        """Register all hooks of a configuration, or none; return their names.
-
-        Raises:
-            ConfigError: names each invalid hook, its place and the fix.
-        """
+        """Register all hooks of a configuration, or none; return their names."""
         names: list[str] = []
         problems: list[str] = []
         gone = dict(self._removed)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,27 +14,20 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    ValidationInfo,
-    field_validator,
+    StrictInt,
+    StrictStr,
     model_validator,
 )
 
-from hookline.arguments import check_mapping, show_value, user_path
+from hookline.arguments import check_mapping, user_path
 from hookline.config.config_model import Config
 from hookline.dispatch import HookSettings
-from hookline.errors import ConfigError, listed, nearest
-
-__all__ = [
-    "CheckpointConfig",
-    "HooksConfig",
-    "MixConfig",
-    "TrainerConfig",
-    "checked_hparams",
-]
+from hookline.errors import ConfigError, nearest
 
 Order = Literal["sequential", "round_robin", "alternating", "weighted"]
 Length = Literal["sum", "longest", "shortest"]
 OnExhausted = Literal["cycle", "drop"]
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 
 
 _FLOAT32_MAX = 3.4028234663852886e38  # gradients have this type
@@ -120,20 +111,20 @@ class MixConfig(Config):
         >>> from hookline.trainer.data_stream import Stream
         >>> web, code = ["w0", "w1", "w2"], ["c0"]
         >>> stream = Stream({"web": web, "code": code}, MixConfig("round_robin", length="longest"))
-        >>> [loaded.batch for loaded in stream.epoch()]
+        >>> [batch for batch, *_ in stream.epoch()]
         ['w0', 'c0', 'w1', 'c0', 'w2', 'c0']
     """
 
     model_config = ConfigDict(frozen=True)
 
     order: Order = "sequential"
-    pattern: list[str | int] | None = Field(
-        default=None, description="for alternating: loaders, repeated"
+    pattern: list[StrictStr | StrictInt] | None = Field(
+        default=None, min_length=1, description="for alternating: loaders, repeated"
     )
-    weights: dict[str, float] | list[float] | None = Field(
+    weights: dict[str, Weight] | list[Weight] | None = Field(
         default=None, description="for weighted: shares"
     )
-    length: Length | PositiveInt = "sum"
+    length: Length | Annotated[int, Field(strict=True, gt=0, le=sys.maxsize)] = "sum"
     on_exhausted: OnExhausted = "cycle"
 
     def __init__(self, /, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
@@ -141,80 +132,15 @@ class MixConfig(Config):
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_field(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name == "length":
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            if not is_number or not 1 <= value <= sys.maxsize:
-                number = f", or a whole number of batches from 1 to {sys.maxsize}"
-                _check_choice("length", value, get_args(Length), number)
-        elif info.field_name == "pattern" and value is not None:
-            _check_pattern(value)
-        elif info.field_name == "weights" and value is not None:
-            _check_weights(value)
-        elif info.field_name in ("order", "on_exhausted"):
-            choices = Order if info.field_name == "order" else OnExhausted
-            _check_choice(info.field_name, value, get_args(choices))
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_together(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            order = data.get("order", "sequential")
-            _check_belongs("pattern", data.get("pattern"), "alternating", order)
-            _check_belongs("weights", data.get("weights"), "weighted", order)
-        return data
-
-
-def _check_choice(name: str, value: Any, known: tuple[str, ...], or_else: str = "") -> None:
-    if value not in known:
-        hint = nearest(value, known) if isinstance(value, str) else ""
-        raise ValueError(
-            f"{name} is {show_value(value)}; expected one of {listed(known)}{or_else}.{hint}"
-        )
-
-
-def _check_belongs(name: str, value: Any, to: str, order: Any) -> None:
-    if value is None and order == to:
-        raise ValueError(f"order='{to}' needs {name}; expected MixConfig('{to}', {name}=...).")
-    if value is not None and order != to:
-        raise ValueError(
-            f"{name} is {show_value(value)} with order='{order}'; expected {name} with "
-            f"order='{to}' only."
-        )
-
-
-def _check_pattern(pattern: Any) -> None:
-    if not isinstance(pattern, list | tuple) or not pattern:
-        raise ValueError(
-            f"pattern is {show_value(pattern)}; expected at least one loader, by name or number, "
-            "in a "
-            "tuple, such as ('web', 'web', 'code')."
-        )
-    for entry in pattern:
-        if isinstance(entry, bool) or not isinstance(entry, str | int):
-            raise ValueError(  # noqa: TRY004  a wrong setting, whatever is wrong with it
-                f"pattern has {show_value(entry)}; expected loaders by name or number."
-            )
-
-
-def _check_weights(weights: Any) -> None:
-    if not isinstance(weights, Mapping | list | tuple):
-        raise ValueError(  # noqa: TRY004  a wrong setting, whatever is wrong with it
-            f"weights is {show_value(weights)}; expected a mapping from loader to number, or a "
-            "list of "
-            "numbers."
-        )
-    for key, weight in weights.items() if isinstance(weights, Mapping) else enumerate(weights):
-        number: Any = None if isinstance(weight, bool) else weight
-        if not isinstance(number, Real) or not 0 < cast("float", number) < math.inf:
-            raise ValueError(
-                f"weights[{show_value(key)}] is {show_value(weight)}; expected a number above 0 "
-                "that is finite. To "
-                "leave a loader out, do not pass it."
-            )
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        for name, order in (("pattern", "alternating"), ("weights", "weighted")):
+            if (getattr(self, name) is not None) != (self.order == order):
+                raise ValueError(
+                    f"order is '{self.order}'; expected {name} with order='{order}', and only with "
+                    f"it: MixConfig('{order}', {name}=…)."
+                )
+        return self
 
 
 class CheckpointConfig(Config):

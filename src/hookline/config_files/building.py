@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -15,14 +14,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.config_tree import (
-    ConfigTree,
-    FileError,
-    Key,
-    describe_result,
-    format_key,
-    format_value,
-)
+from hookline.config_files.config_tree import ConfigTree, FileError, Key, describe_result
 from hookline.config_files.file_model import (
     LoaderConfig,
     ObjectConfig,
@@ -40,8 +32,6 @@ from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names
 from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.trainer import Trainer
-
-__all__ = ["RunConfig", "build_trainer", "format_origin", "run_config"]
 
 _LABELS = ("name", "tags", "hparams")
 
@@ -71,13 +61,7 @@ def run_config(config: TrainerConfig, training: Mapping[str, Any], seed: int | N
 def build_trainer(
     config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects
 ) -> tuple[Trainer, dict[str, Key]]:
-    """Create everything that the configuration names.
-
-    Return the trainer with its data, and the key of each hook by the hook's name.
-
-    Raises:
-        FileError: something could not be created.
-    """
+    """Return the trainer with its data, and the key of each hook by the hook's name."""
     builder = _Builder(config, tree, resolved)
     return builder.trainer(), builder.hook_keys
 
@@ -139,11 +123,6 @@ class _Builder:
     # -- sections ---------------------------------------------------------------------------------
 
     def _model(self) -> Any:
-        path = self._config.model.class_path
-        if isinstance(self._resolved.targets[path], torch.nn.Module):
-            kind = type(self._resolved.targets[path]).__name__
-            text = f"'{path}' is an instance of {kind}; expected a class, or a function that"
-            self._fail(("model", "class_path"), f"{text} returns the model.")
         model: Any = self._create(("model",), self._config.model)
         return self._check_type(("model",), model, "torch.nn", torch.nn.Module)
 
@@ -202,7 +181,7 @@ class _Builder:
         is_dataset = section.loader is not None and not isinstance(data, type)
         if is_dataset or isinstance(data, torch.utils.data.Dataset):
             options = self._create_within(section.loader or {}, (*key, "loader"))
-            with self._creating((*key, "loader") if section.loader is not None else key, options):
+            with self._creating((*key, "loader") if section.loader is not None else key):
                 return torch.utils.data.DataLoader(cast("Any", data), **options)
         if not hasattr(data, "__iter__") or isinstance(data, type):
             self._fail(
@@ -216,7 +195,7 @@ class _Builder:
 
     def _create(self, key: Key, section: ObjectConfig, *positional: Any) -> Any:
         args = self._create_within(section.init_args, (*key, "init_args"))
-        with self._creating(key, args, (*key, "init_args")):
+        with self._creating(key):
             return self._resolved.targets[section.class_path](*positional, **args)
 
     def _create_value(self, value: Any, key: Key) -> Any:
@@ -230,7 +209,7 @@ class _Builder:
             if value.get("call", True) is False:
                 return target
             args = self._create_within(value.get("init_args") or {}, (*key, "init_args"))
-            with self._creating(key, args, (*key, "init_args")):
+            with self._creating(key):
                 return target(**args)
         return self._create_within(value, key)
 
@@ -238,13 +217,8 @@ class _Builder:
         return {name: self._create_value(inner, (*key, name)) for name, inner in values.items()}
 
     @contextmanager
-    def _creating(
-        self, key: Key, args: Mapping[str, Any] | None = None, args_key: Key | None = None
-    ) -> Generator[None]:
-        """Turn any error while something is created into a `FileError` with its place.
-
-        If the message of the error is about one of the arguments, it is that one's place.
-        """
+    def _creating(self, key: Key) -> Generator[None]:
+        """Turn any error while something is created into a `FileError` with its place."""
         try:
             yield
         except FileError:
@@ -253,33 +227,11 @@ class _Builder:
             raise FileError([self._tree.problem(key, str(error))]) from error
         except (Exception, SystemExit) as error:
             reason = str(error) or "without a message"
-            kind = type(error).__name__
-            place = _find_named_argument(reason, args or {}, key if args_key is None else args_key)
-            what = "It" if place is None else format_key(key)
-            text = f"{what} could not be created: {kind}: {reason}{format_origin(error)}"
-            if place is not None:
-                text = f"It is {format_value((args or {})[str(place[-1])], place)}. {text}"
-            raise FileError([self._tree.problem(place or key, text)]) from error
+            text = f"It could not be created: {type(error).__name__}: {reason}"
+            raise FileError([self._tree.problem(key, text + format_origin(error))]) from error
 
     def _fail(self, key: Key, text: str) -> NoReturn:
         raise FileError([self._tree.problem(key, text)])
-
-
-def _find_named_argument(message: str, args: Mapping[str, Any], key: Key) -> Key | None:
-    """Return the key of the only argument that the message of an error is about.
-
-    That is the one whose name it has, or else the one whose negative number it has.
-    """
-    named = [name for name in args if re.search(rf"\b{re.escape(name)}\b", message)]
-    negative = [
-        name
-        for name, value in args.items()
-        if type(value) in (int, float) and value < 0 and str(value) in message
-    ]
-    for found in (named, negative):
-        if len(found) == 1:
-            return (*key, found[0])
-    return None
 
 
 def format_origin(error: BaseException) -> str:

@@ -8,22 +8,7 @@ from typing import Any
 
 from hookline.errors import ConfigError
 from hookline.masking import mask_text, masked_repr
-from hookline.printable import MessageLines, message_lines, printable
-
-__all__ = [
-    "COMMAND_LINE",
-    "MAX_PROBLEMS",
-    "ConfigTree",
-    "FileError",
-    "Key",
-    "Problem",
-    "ProblemList",
-    "describe_result",
-    "format_key",
-    "format_name",
-    "format_value",
-    "shorten",
-]
+from hookline.printable import message_lines
 
 Key = tuple[str | int, ...]
 """The path to a value: `("hooks", 0, "every")`."""
@@ -33,13 +18,11 @@ MAX_PROBLEMS = 20
 """The number of mistakes that are reported at once."""
 
 _MAX_VALUE = 80  # characters of a value or name in a message
-_MAX_KEY = 200
-_MAX_TEXT = 1_500
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config file; texts are cut, and control characters in them escaped.
+    """One mistake in a config file.
 
     Attributes:
         file: the file, as it was given; or "command line".
@@ -53,24 +36,10 @@ class Problem:
     key: str
     text: str
 
-    def __post_init__(self) -> None:
-        shown = {
-            "file": printable(self.file, _MAX_TEXT),
-            "key": printable(self.key, _MAX_KEY),
-            "text": printable(_join_lines(self.text), _MAX_TEXT),
-        }
-        for name, text in shown.items():
-            object.__setattr__(self, name, text)
-
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
-        return f"{place}: {self.key}: {self.text}" if self.key else f"{place}: {self.text}"
-
-
-def _join_lines(text: str) -> str:
-    """Return a message of several lines as one."""
-    lines = text.split("\n") if isinstance(text, MessageLines) else [text]
-    return " ".join([lines[0], *map(str.strip, lines[1:])])
+        text = " ".join(map(str.strip, self.text.split("\n")))  # each problem is one line
+        return f"{place}: {self.key}: {text}" if self.key else f"{place}: {text}"
 
 
 class FileError(ConfigError):
@@ -101,11 +70,7 @@ class ProblemList(list[Problem]):
     """
 
     def append(self, problem: Problem) -> None:
-        """Add a problem.
-
-        Raises:
-            FileError: the list is full.
-        """
+        """Add a problem; raise a `FileError` if the list is full."""
         super().append(problem)
         if len(self) >= MAX_PROBLEMS:
             raise FileError(self)
@@ -151,7 +116,7 @@ class ConfigTree:
 
 def format_key(key: Key) -> str:
     """Return a key as it is written on the command line: `hooks.0.every`."""
-    return ".".join(str(part) for part in key)
+    return ".".join(shorten(str(part), _MAX_VALUE) for part in key)
 
 
 def describe_result(result: object) -> str:
@@ -168,11 +133,6 @@ def format_value(value: object, key: Key = ()) -> str:
     except Exception as error:  # an integer with too many digits, or a user's own __repr__
         text = f"<{type(value).__name__}, whose repr fails: {type(error).__name__}>"
     return shorten(text, _MAX_VALUE)
-
-
-def format_name(name: object) -> str:
-    """Return a name for a message, on one line and shortened if it is long."""
-    return printable(name, _MAX_VALUE)
 
 
 def shorten(text: str, limit: int) -> str:

@@ -19,8 +19,6 @@ from hookline.tensors.nested import describe_structure
 from hookline.trainer.checks import MissingMetricError, check_metrics, users_add_metrics
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["dry_run"]
-
 _MAX_MESSAGE = 4_000
 
 
@@ -28,9 +26,6 @@ def dry_run(training: Training) -> dict[str, Any]:
     """Run one training and one validation batch; return a description of the training.
 
     The training batch also runs backward. No optimizer steps, and no run is written.
-
-    Raises:
-        HooklineError: something fails; the message names the batch.
     """
     trainer = training.trainer
     with importable(training.folder):
@@ -73,8 +68,8 @@ def _val_batch(trainer: Trainer) -> dict[str, Any]:
 
 def _first_batch(stream: Any, key: str) -> Any:
     with _errors_name(key):
-        for loaded in stream.epoch():
-            return loaded.batch
+        for batch, *_ in stream.epoch():
+            return batch
         raise TrainingError("It has no batches.")
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
@@ -47,25 +46,11 @@ from hookline.config_files.config_tree import (
     Key,
     Problem,
     format_key,
-    format_name,
     format_value,
+    shorten,
 )
 from hookline.config_files.trust import VARIABLE
 from hookline.errors import nearest
-
-__all__ = [
-    "DataConfig",
-    "GroupConfig",
-    "HookConfig",
-    "HooksByKind",
-    "LoaderConfig",
-    "ObjectConfig",
-    "OptimizerConfig",
-    "SchedulerConfig",
-    "TrackerConfig",
-    "TrainingConfig",
-    "validate",
-]
 
 _TAGS = ("(one)", "(list)", "(named)")
 """The names of a section's forms, which pydantic puts into the path of an error."""
@@ -322,7 +307,6 @@ class TrainingConfig(Config):
 # -- validation ------------------------------------------------------------------------------------
 
 
-_OPEN_SECTIONS = ("init_args", "loader", "hparams")  # mappings with keys of any name
 _TRUST_IN_FILE = (
     "A config file does not decide which packages are trusted. Pass `--trust PACKAGE`, set "
     f"{VARIABLE}=PACKAGE, or set `trust` under `[tool.hookline]` in the project's pyproject.toml; "
@@ -331,11 +315,7 @@ _TRUST_IN_FILE = (
 
 
 def validate(tree: ConfigTree) -> TrainingConfig:
-    """Return the configuration as a `TrainingConfig`.
-
-    Raises:
-        FileError: names every unknown, missing or invalid key.
-    """
+    """Return the configuration as a `TrainingConfig`; raise a `FileError` that names every key."""
     if "trust" in tree.values:
         raise FileError([tree.problem(("trust",), _TRUST_IN_FILE)])
     try:
@@ -351,8 +331,7 @@ def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
     if error["type"] in UNKNOWN_FIELD_ERRORS:
         name, known = str(path[-1]), _fields_at(path[:-1])
         hint = f" The keys here are: {', '.join(known)}." if known else ""
-        hint = _indentation_hint(tree, path, key) or f"{nearest(name, known)}{hint}"
-        return tree.problem(key, f"Unknown key '{format_name(name)}'.{hint}")
+        return tree.problem(key, f"Unknown key '{shorten(name, 80)}'.{nearest(name, known)}{hint}")
     if error["type"] == "missing":
         meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
         file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
@@ -361,31 +340,12 @@ def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
     return tree.problem(key, f"It is {format_value(error['input'], key)}. {_expectation(error)}.")
 
 
-def _indentation_hint(tree: ConfigTree, path: Key, key: Key) -> str:
-    """Return where an unknown key belongs, if it is a known key of another indentation."""
-    name = str(key[-1])
-    siblings: Any = tree.values
-    for part in key[:-1]:
-        siblings = siblings[part]
-    for above in takewhile(lambda sibling: sibling != name, siblings):
-        is_empty = siblings[above] is None
-        if is_empty and (above in _OPEN_SECTIONS or name in _fields_at((*path[:-1], above))):
-            return f" If it belongs to '{above}', which is empty, indent it below that key."
-    if len(key) > 1 and name in TrainingConfig.model_fields:
-        return f" If it is the section '{name}' of the file, do not indent it."
-    return ""
-
-
 def _expectation(error: dict[str, Any]) -> str:
     context = error.get("ctx", {})
-    if error["type"] == "model_type":
-        is_union = context["class_name"] == HooksByKind.__name__
-        is_dashed = is_union and str(error["input"]).startswith("-")
-        hint = ", whose items have a space after the dash" if is_dashed else ""
-        hint = f" or a list{hint}" if is_union else ""
+    if error["type"] in ("model_type", "dict_type"):
+        is_union = context.get("class_name") == HooksByKind.__name__
+        hint = " or a list" if is_union else ""
         return f"Expected a mapping{hint}{_colon_hint(error['input'])}"
-    if error["type"] == "dict_type":
-        return f"Expected a mapping{_colon_hint(error['input'])}"
     if error["type"] == "string_pattern_mismatch" and context["pattern"] == _TRACKER_NAME:
         return "Expected the name of a tracker, one of Hookline's or of an installed package"
     if error["type"] == "string_pattern_mismatch":
@@ -400,10 +360,10 @@ def _colon_hint(value: Any) -> str:
     words = value.split() if isinstance(value, str) else []
     name, colon, rest = words[0].partition(":") if words else ("", "", "")
     if name.isidentifier() and colon and rest:
-        return f". A space is missing after the colon: `{format_name(name)}: {format_name(rest)}`"
+        return f". A space is missing after the colon: `{name}: {rest}`"
     if len(words) < 2 or not words[0].isidentifier():
         return ""
-    return f". A colon is missing: `{format_name(words[0])}: {format_name(words[1])}`"
+    return f". A colon is missing: `{words[0]}: {words[1]}`"
 
 
 def _fields_at(path: Key) -> dict[str, str]:

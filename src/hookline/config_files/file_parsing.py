@@ -18,12 +18,10 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from hookline.config_files.config_tree import FileError, Key, Problem, format_name, format_value
+from hookline.config_files.config_tree import FileError, Key, Problem, format_value
 from hookline.errors import listed, nearest
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
-
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "MIN_SIZE", "ParsedFile", "parse_file", "parse_value"]
 
 MAX_DEPTH = 40
 MAX_VALUES = 20_000  # a second to parse; YAML aliases can multiply values until memory is full
@@ -32,6 +30,19 @@ MIN_SIZE = 4096
 _MAX_BITS = 3_322  # of an integer: 1,000 digits
 _TOO_DEEP = f"Values are nested more than {MAX_DEPTH} levels deep."
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_QUOTES = "A value that begins with '*', '@', '%' or '`' needs quotes."
+_YAML_HINTS = {  # by what the parser says
+    r"'\t'": "Indent with spaces: YAML does not allow tabs.",
+    "alias": _QUOTES,
+    "cannot start any token": _QUOTES,
+    "quoted scalar": "A quote is not closed.",
+    "flow mapping": "A '{' is not closed, or a comma is missing.",
+    "flow sequence": "A '[' is not closed, or a comma is missing.",
+    "mapping values are not allowed": "The line is indented more than those above it, a space is "
+    "missing after a colon, or a value that contains ': ' needs quotes.",
+    "<block end>": "The line is indented otherwise than those above it. Keys of one mapping, and "
+    "items of one list, need the same indentation.",
+}
 _TOML_PART = r"""(?:[\w-]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|'[^'\n]*+')"""
 _DEEP_TOML_KEY = re.compile(
     rf"(?<![\w-]){_TOML_PART}(?:[ \t]*+\.[ \t]*+{_TOML_PART}){{{MAX_DEPTH}}}"
@@ -61,16 +72,9 @@ def parse_file(
     max_bytes: int | None = None,
     target: Path | None = None,
 ) -> ParsedFile:
-    """Return the values of a file, which are a mapping.
+    """Return the values of a file, which are a mapping; `name` is its name in messages.
 
-    Args:
-        path: the file.
-        name: its name in messages.
-        max_bytes: how large it may be; by default as `file_limits.config_bytes` allows.
-        target: the file that the path is a link to, if the link may be followed.
-
-    Raises:
-        FileError: the file cannot be read or parsed.
+    `target` is the file that the path is a link to, if the link may be followed.
     """
     name = str(path) if name is None else name
     try:
@@ -91,11 +95,7 @@ def parse_file(
 
 
 def parse_value(text: str) -> Any:
-    """Return a value written as YAML, such as `3`, `1e-3`, `[a, b]` or `{lr: 0.1}`.
-
-    Raises:
-        ValueError: the text is not valid YAML.
-    """
+    """Return a value written as YAML, such as `1e-3` or `{lr: 0.1}`; raise ValueError."""
     try:
         return _parse_yaml(text).values
     except _ParseError as error:
@@ -206,7 +206,7 @@ def _parse_yaml(text: str) -> ParsedFile:
             reason = f"There is no colon in {format_value(found)}; expected {expected}."
         else:
             line = None if mark is None else mark.line + 1
-            reason = _explain_yaml(error, lines)
+            reason = _explain_yaml(error)
         raise _ParseError(f"Not valid YAML: {reason}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -234,48 +234,10 @@ def _line_without_colon(error: yaml.MarkedYAMLError, lines: list[str]) -> int | 
     return found + 1 if is_key and not text.endswith((",", "[", "{")) else None
 
 
-def _explain_yaml(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
+def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
     """Return what is wrong and how to fix it; for rare mistakes, what the parser says."""
-    context, problem = error.context or "", error.problem or ""
-    mark = error.problem_mark
-    in_words = f"{context} {problem}.".lstrip()
-    if mark is None or mark.line >= len(lines):  # YAML knows more line breaks
-        return in_words
-    start = error.context_mark or mark
-    if "undefined alias" in problem:
-        return "A value that begins with '*' needs quotes, or an anchor `&name` before it."
-    if r"'\t'" in problem:
-        return "Indent with spaces: YAML does not allow tabs."
-    if "cannot start any token" in problem or "scanning an alias" in context:
-        at = start if "scanning an alias" in context else mark
-        first = lines[at.line][at.column : at.column + 1]
-        return f"A value that begins with '{first}' needs quotes."
-    if "quoted scalar" in context and "end of stream" in problem:
-        return f"The quote in line {start.line + 1} is not closed."
-    if "flow mapping" in context or "flow sequence" in context:
-        bracket = "{" if "mapping" in context else "["
-        return f"The '{bracket}' in line {start.line + 1} is not closed, or a comma is missing."
-    above = [i for i in range(mark.line) if lines[i].split("#")[0].strip()]
-    last = above[-1] if above else mark.line
-    indent, last_indent = (len(lines[i]) - len(lines[i].lstrip()) for i in (mark.line, last))
-    if "block collection" in context and mark.column == start.column:
-        return (
-            "A key follows a list at the indentation of its items. If it belongs to the last item, "
-            f"indent it by {start.column + 2} spaces."
-        )
-    if "mapping values are not allowed" in problem:
-        if re.match(r"[\s-]*\w+:[^\s/]", lines[last]):
-            return f"Line {last + 1} needs a space after the colon."
-        if indent <= last_indent:
-            return "A value that contains ': ' needs quotes."
-    elif "<block end>" not in problem:
-        return in_words
-    elif "found '-'" in problem and mark.column == start.column:
-        return "The item of a list is among the keys of a mapping. Remove the dash, or indent it."
-    return (
-        f"The line is indented by {indent} spaces, which does not match the lines above it "
-        f"({last_indent} in line {last + 1}). Keys of one mapping need the same indentation."
-    )
+    in_words = f"{error.context or ''} {error.problem or ''}.".lstrip()
+    return next((hint for words, hint in _YAML_HINTS.items() if words in in_words), in_words)
 
 
 class _YamlConstructor:
@@ -337,7 +299,7 @@ class _YamlConstructor:
             name, name_line = _key_text(name_node), name_node.start_mark.line + 1
             if name in own:
                 first = own[name][0].start_mark.line + 1
-                text = f"Duplicate key '{format_name(name)}', first given in line {first}."
+                text = f"Duplicate key '{name}', first given in line {first}."
                 raise _ParseError(text, name_line)
             own[name] = name_node, value
         self._pairs[id(node)] = pairs = merged | own
@@ -401,7 +363,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     for name, value in pairs:
         if name in mapping:
-            raise _ParseError(f"Duplicate key '{format_name(name)}'.")
+            raise _ParseError(f"Duplicate key '{name}'.")
         mapping[name] = value
     return mapping
 

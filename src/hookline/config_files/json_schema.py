@@ -12,8 +12,6 @@ from hookline.config_files.file_model import TrainingConfig
 from hookline.config_files.references import REFERENCE_PATTERN
 from hookline.options import Option, get_options
 
-__all__ = ["REGISTRATION_KEYS", "schema_text", "training_schema"]
-
 _REFERENCE = {
     "type": "string",
     "pattern": REFERENCE_PATTERN,

@@ -37,8 +37,6 @@ from hookline.masking import mask_secrets, remember_secrets
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["Training", "is_python_function", "load_python", "load_training"]
-
 
 @dataclass
 class Training:
@@ -183,11 +181,6 @@ def _find_module(place: str) -> tuple[Path, str]:
     if not file.is_file():
         files = [path.name for path in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"There is no file '{place}'.{nearest(file.name, files)}")
-    if not file.stem.isidentifier():
-        raise ConfigError(
-            f"'{file.name}' cannot be imported: '{file.stem}' is not a valid module name. Rename "
-            "the file."
-        )
     return file.resolve().parent, file.stem
 
 

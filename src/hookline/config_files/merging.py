@@ -24,8 +24,6 @@ from hookline.config_files.references import resolve_references, split_key
 from hookline.files.limits import file_limits
 from hookline.masking import remember_secrets
 
-__all__ = ["merge_files", "parse_override"]
-
 MAX_INCLUDE_DEPTH = 10
 _NULLS = ("null", "Null", "NULL", "~")
 
@@ -57,17 +55,7 @@ def merge_files(
     environment: Mapping[str, str] | None = None,
     project: Path | None = None,
 ) -> ConfigTree:
-    """Return the configuration of a file and of all files it includes.
-
-    Args:
-        path: the file; it may be a link.
-        overrides: `key=value`, applied in this order to the merged files.
-        environment: the environment variables; by default those of the process.
-        project: the folder of the project. Files are included from it, and from the file's folder.
-
-    Raises:
-        FileError: names everything that cannot be read or resolved.
-    """
+    """Return the configuration of a file and of all files it includes."""
     environment = os.environ if environment is None else environment
     try:
         folder = path.parent.resolve()
@@ -179,11 +167,7 @@ def _merge_values(base: ConfigTree, old: Any, new: Any, key: Key) -> Any:
 
 
 def parse_override(text: str) -> tuple[Key, Any]:
-    """Return the key and the value of `hooks.0.every=5`; the value is parsed as YAML.
-
-    Raises:
-        ValueError: the text is not a valid override.
-    """
+    """Return the key and the value of `hooks.0.every=5`; the value is parsed as YAML."""
     name, equals, value_text = str.__str__(text).partition("=")
     parts = split_key(name.strip())
     if not equals or not all(parts):

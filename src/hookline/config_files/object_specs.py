@@ -19,7 +19,6 @@ from hookline.config_files.config_tree import (
     ConfigTree,
     Key,
     ProblemList,
-    format_name,
     format_value,
 )
 from hookline.config_files.file_model import HookConfig, LoaderConfig, TrainingConfig
@@ -27,36 +26,19 @@ from hookline.config_files.trust import Trust, load_object
 from hookline.errors import HooklineError, nearest
 from hookline.options import Option, OptionsError
 
-__all__ = [
-    "ResolvedObjects",
-    "check_objects",
-    "iterate_hooks",
-    "iterate_loaders",
-    "iterate_section",
-]
-
 _KEYS = ("class_path", "init_args", "call")
 
 
 @dataclass(frozen=True)
 class _ObjectSpec:
-    """One object of a configuration.
-
-    Attributes:
-        key: the key of the object.
-        path: its class path.
-        args: its arguments by name.
-        positional: the number of positional arguments that it receives besides.
-        is_called: False for a function that is passed on, so that arguments may be missing.
-        is_reference: True for a class or function that is passed on without arguments.
-    """
+    """One object of a configuration, with its arguments by name."""
 
     key: Key
     path: str
     args: Mapping[str, Any]
-    positional: int = 0
-    is_called: bool = True
-    is_reference: bool = False
+    positional: int = 0  # how many positional arguments it receives besides
+    is_called: bool = True  # False: a function that is passed on; arguments may be missing
+    is_reference: bool = False  # a class or function that is passed on without arguments
 
 
 def _iterate_specs(
@@ -144,7 +126,7 @@ def _spec_of(
     known_problems = len(problems)
     for name in value:
         if name not in _KEYS:
-            text = f"Unknown key '{format_name(name)}'.{nearest(name, _KEYS)} The keys here are: "
+            text = f"Unknown key '{name}'.{nearest(name, _KEYS)} The keys here are: "
             problems.append(tree.problem((*key, name), text + ", ".join(_KEYS) + "."))
     path, args, call = value["class_path"], value.get("init_args"), value.get("call", True)
     args = {} if args is None else args
@@ -202,7 +184,7 @@ def _find_argument_problems(
         elif not open_ended:
             valid = f"The arguments are: {', '.join(known)}." if known else "It has no arguments."
             hint = nearest(argument, known)
-            text = f"{name} has no argument '{format_name(argument)}'.{hint} {valid}"
+            text = f"{name} has no argument '{argument}'.{hint} {valid}"
         if text is not None:
             problems.append(tree.problem((*key, argument), text))
     missing = [
@@ -214,10 +196,7 @@ def _find_argument_problems(
 
 
 def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -> str | None:
-    """Return why a value does not match its annotation; values with objects are not checked.
-
-    A class that is passed on, with `call: false`, is compared with the annotation itself.
-    """
+    """Return why a value does not match its annotation; values with objects are not checked."""
     is_class = isinstance(value, Mapping) and value.get("call") is False
     if (_contains_object(value) and not is_class) or value == parameter.default:
         return None
@@ -233,14 +212,7 @@ def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -
         problem = option.find_problem(value)
     except Exception:  # annotations that only a type checker understands
         return None
-    if problem is None:
-        return None
-    hint = ""
-    if is_class:
-        hint = " To create an instance, remove `call: false`."
-    elif isinstance(value, str) and _is_path(value) and "instance of" in problem:
-        hint = f" To create it, write {{class_path: {value}}}."
-    return f"It is {format_value(value, (parameter.name,))}. {problem}.{hint}"
+    return problem and f"It is {format_value(value, (parameter.name,))}. {problem}."
 
 
 def _read_hint(target: Any, name: str) -> Any:
@@ -281,13 +253,7 @@ class ResolvedObjects:
 
 
 def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> ResolvedObjects:
-    """Import every class that is named, and compare arguments with signatures.
-
-    Modules are imported only if all class paths are trusted.
-
-    Raises:
-        FileError: names everything that is not trusted, not found, or does not match.
-    """
+    """Import every class that is named, if all are trusted, and compare arguments."""
     return _ObjectChecker(config, tree, trust).check()
 
 

@@ -30,8 +30,6 @@ from hookline.config_files.config_tree import (
 from hookline.config_files.file_parsing import MAX_DEPTH, MAX_VALUES, parse_value
 from hookline.errors import nearest
 
-__all__ = ["REFERENCE_PATTERN", "resolve_references", "split_key"]
-
 REFERENCE_PATTERN = r"^\$\{[^{}]+\}$"
 """A string that is one reference, for the JSON schema."""
 
@@ -43,11 +41,7 @@ _MISSING = object()
 
 
 def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None:
-    """Replace all references in a configuration by their values.
-
-    Raises:
-        FileError: names every reference that is malformed, cyclic, or refers to nothing.
-    """
+    """Replace all references by their values; raise a `FileError` that names every wrong one."""
     resolver = _Resolver(tree, environment)
     problems = ProblemList()
 

@@ -15,9 +15,7 @@ from hookline.masking import mask_arguments
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.run_lookup import find_run, find_run_of_checkpoint
 from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
-from hookline.trainer.forking import describe_parent
-
-__all__ = ["NEWEST", "describe_resume_command", "find_fork", "find_resume"]
+from hookline.trainer.continuation import describe_parent
 
 NEWEST = "newest"
 
@@ -62,9 +60,6 @@ def find_fork(training: Training, given: str) -> Path:
         training: the training.
         given: a run (its id, or the beginning or end of it, or its folder) for its newest
             checkpoint; a run and a step, as `RUN@120`; or a checkpoint's folder.
-
-    Raises:
-        CheckpointError: the run has no checkpoint of this step. The message lists its steps.
     """
     name, at, step = given.rpartition("@")
     if not at or not step.isdecimal() or user_path(given).exists():

@@ -15,7 +15,6 @@ import sysconfig
 import tomllib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module, invalidate_caches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -24,23 +23,13 @@ from pkgutil import iter_modules
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from hookline.arguments import show_value
 from hookline.config.hook_names import packaged_hooks
+from hookline.config_files.config_tree import shorten
 from hookline.errors import ConfigError, nearest
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import read_regular_file
 from hookline.hook import Hook
-from hookline.printable import printable
-
-__all__ = [
-    "VARIABLE",
-    "Trust",
-    "find_import_folder",
-    "find_project",
-    "find_trusted_packages",
-    "importable",
-    "is_in",
-    "load_object",
-]
 
 VARIABLE = "HOOKLINE_TRUST"
 _SETTINGS = "pyproject.toml"
@@ -55,9 +44,9 @@ _EXCLUDED = (
     "torch.nn.cpp",  # wrappers that return any attribute of any object
 )
 _FUNCTIONAL = "torch.nn.functional"
+_FUNCTIONAL_SOURCES = (_FUNCTIONAL, "torch", "torch._C._nn")  # some forty are written in C++
 _FUNCTIONS = ("torch.utils.data.default_collate", "torch.utils.data.default_convert")
 _HOOKS = ("hookline.hooks", "hookline.probes", "hookline.updates")
-_FUNCTIONAL_SOURCES = (_FUNCTIONAL, "torch", "torch._C._nn")  # some forty are written in C++
 _DEFINED_IN_MODULES = (type, FunctionType, BuiltinFunctionType, MethodType)
 _projects: set[Path] = set()  # the folders that this process imported modules from
 
@@ -87,8 +76,7 @@ class Trust:
 
     def find_problem(self, path: str) -> str | None:
         """Return why a class path is not trusted, or None if it may be. Nothing is imported."""
-        shown = printable(path, 80)
-        parts = path.split(".")
+        shown, parts = shorten(path, 80), path.split(".")
         if not all(part.isidentifier() for part in parts):
             return f"'{shown}' is not a class path, `package.module.Name`."
         if any(part.startswith("__") for part in parts):
@@ -106,7 +94,7 @@ class Trust:
             )
         if not _is_installed(top):
             modules = [module.name for module in iter_modules([str(self.folder)])]
-            return f"'{shown}': There is no module '{printable(top, 80)}'.{nearest(top, modules)}"
+            return f"'{shown}': There is no module '{shorten(top, 80)}'.{nearest(top, modules)}"
         known = dir(sys.modules[top]) if top in ("torch", "hookline") else parts
         if len(parts) > 1 and parts[1] not in known:
             return f"'{shown}': '{top}' has no module '{parts[1]}'.{nearest(parts[1], known)}"
@@ -131,12 +119,12 @@ class Trust:
                 return None
             text = f"'{path}' is defined in '{module}', which is not trusted."
             return f"{text} {self._advise(module)}"
-        if _is_default_path(path) and _is_default_target(path, target, _load(path)[0]):
+        if _is_default_path(path) and _is_default_target(path, target):
             return None
         return f"'{path}' is not trusted. {self._advise(path)}"
 
     def _trusts(self, path: str) -> bool:
-        return any(one == "*" or path == one or path.startswith(f"{one}.") for one in self.packages)
+        return "*" in self.packages or _is_within(path, self.packages)
 
     def _is_in_project(self, top: str) -> bool:
         """Return whether Python imports this module from the project's folder."""
@@ -146,7 +134,7 @@ class Trust:
 
     def _advise(self, path: str) -> str:
         top = path.partition(".")[0]
-        name = printable(path if top in ("torch", "hookline") else top, 80)
+        name = shorten(path if top in ("torch", "hookline") else top, 80)
         return (
             f"A file may name modules of the project ({self.project}), {_DEFAULT}. If you trust "
             f"'{name}', pass `--trust {name}`, set {VARIABLE}={name}, or add it to the project's "
@@ -159,7 +147,8 @@ def _plug_ins() -> set[str]:
     return {hook.path for hook in packaged_hooks()}
 
 
-# -- torch and Hookline ----------------------------------------------------------------------------
+def _is_within(path: str, packages: Iterable[str]) -> bool:
+    return any(path == one or path.startswith(f"{one}.") for one in packages)
 
 
 def _is_default_path(path: str) -> bool:
@@ -175,60 +164,23 @@ def _is_default_path(path: str) -> bool:
     return _is_within(path, _TORCH) and not _is_within(path, _EXCLUDED)
 
 
-def _is_default_target(path: str, target: Any, owner: Any) -> bool:
-    """Return whether every config file may name this object.
+def _is_default_target(path: str, target: Any) -> bool:
+    """Return whether every config file may name the object at a default path.
 
-    Args:
-        path: its path, for which `_is_default_path` is True.
-        target: the object.
-        owner: the module or class that it was found in.
+    A class, a class method such as `Embedding.from_pretrained`, or a documented function of
+    `torch.nn.functional`. Any other method would be called with a `self` that the file chooses:
+    `ParameterDict.get` would return any item of anything, such as the globals of a function.
     """
-    if path.startswith("hookline."):
-        return isinstance(target, type) and issubclass(target, Hook) and _is_defined(target, _HOOKS)
-    if path.rpartition(".")[0] == _FUNCTIONAL and not isinstance(target, type):
-        return path.rpartition(".")[2] in _functional_names()
+    if isinstance(target, MethodType) and isinstance(target.__self__, type):
+        return _is_default_target(path, target.__self__) and _is_within(target.__module__, _TORCH)
+    module = str(getattr(target, "__module__", None))
     if isinstance(target, type):
-        return _is_public_class(target)
-    if isinstance(owner, type):
-        return _is_public_class(owner) and _is_class_method(target) and _is_defined(target, _TORCH)
-    return path in _FUNCTIONS
-
-
-@cache
-def _functional_names() -> frozenset[str]:
-    """Return the names of the documented functions of `torch.nn.functional`."""
-    from torch.nn import functional
-
-    return frozenset(
-        name
-        for name, function in vars(functional).items()
-        if not name.startswith("_")
-        and isinstance(function, FunctionType | BuiltinFunctionType)
-        and function.__module__ in _FUNCTIONAL_SOURCES
-        and function.__doc__
-    )
-
-
-def _is_class_method(target: Any) -> bool:
-    """Return whether this is a class method, such as `Embedding.from_pretrained`.
-
-    Any other method would be called with a `self` that the file chooses: `ParameterDict.get` would
-    return any item of anything, such as the globals of a function.
-    """
-    return isinstance(target, MethodType) and isinstance(target.__self__, type)
-
-
-def _is_public_class(target: type) -> bool:
-    return _is_defined(target, _TORCH) and not _is_defined(target, _EXCLUDED)
-
-
-def _is_defined(target: Any, packages: Iterable[str]) -> bool:
-    module = getattr(target, "__module__", None)
-    return isinstance(module, str) and _is_within(module, packages)
-
-
-def _is_within(path: str, packages: Iterable[str]) -> bool:
-    return any(path == one or path.startswith(f"{one}.") for one in packages)
+        if path.startswith("hookline."):
+            return issubclass(target, Hook) and _is_within(module, _HOOKS)
+        return _is_within(module, _TORCH) and not _is_within(module, _EXCLUDED)
+    is_function = isinstance(target, FunctionType | BuiltinFunctionType) and bool(target.__doc__)
+    is_functional = path.rpartition(".")[0] == _FUNCTIONAL and module in _FUNCTIONAL_SOURCES
+    return path in _FUNCTIONS or (is_function and is_functional)
 
 
 # -- the project -----------------------------------------------------------------------------------
@@ -251,10 +203,7 @@ def find_project() -> Path:
 
 
 def find_import_folder(file: Path, project: Path) -> Path:
-    """Return the folder to import modules from: the config file's own, if it is in the project.
-
-    Otherwise it is the current working directory, or the project if that is elsewhere.
-    """
+    """Return the folder to import from: the file's own if it is in the project, else this one."""
     folder, current = file.resolve().parent, Path.cwd()
     is_inside = project in folder.parents and not _is_shared(project)
     if is_inside or folder in (project, current):
@@ -265,11 +214,7 @@ def find_import_folder(file: Path, project: Path) -> Path:
 def find_trusted_packages(
     given: Iterable[str], project: Path, environment: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """Return the packages that the caller, the environment and the project's settings trust.
-
-    Raises:
-        ConfigError: one of them is not the name of a package.
-    """
+    """Return the packages that the caller, the environment and the project's settings trust."""
     variables = os.environ if environment is None else environment
     sources: dict[str, Any] = {
         "trust": list(given),
@@ -279,14 +224,12 @@ def find_trusted_packages(
     found: dict[str, None] = {}
     for source, names in sources.items():
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ConfigError(
-                f"{source} is {printable(repr(names), 80)}. Expected a list of names."
-            )
+            raise ConfigError(f"{source} is {show_value(names)}. Expected a list of names.")
         for name in (part.strip() for text in names for part in text.split(",")):
             if name and not _PACKAGE.fullmatch(name):
                 raise ConfigError(
-                    f"{source} has {printable(repr(name), 80)}. Expected the name of a package, "
-                    "such as 'torchvision'."
+                    f"{source} has {show_value(name)}. Expected the name of a package, such as "
+                    "'torchvision'."
                 )
             found |= {name: None} if name else {}
     return tuple(found)
@@ -300,17 +243,14 @@ def _read_settings(file: Path) -> Any:
         contents = read_regular_file(file.resolve(), file_limits.config_bytes)
         settings: Any = tomllib.loads(contents.decode()).get("tool", {})
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read ({printable(error)}).") from None
+        raise ConfigError(f"{file} cannot be read ({error}).") from None
     for key, default in (("hookline", {}), ("trust", [])):
         settings = settings.get(key, default) if isinstance(settings, dict) else settings
     return settings
 
 
 def _is_shared(folder: Path) -> bool:
-    """Return whether a folder is likely to contain files of strangers.
-
-    It is the home folder, one above it, or one that everybody may write to.
-    """
+    """Return whether a folder is the home folder, one above it, or one that everybody writes to."""
     home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - never raises
     try:
         return (
@@ -325,10 +265,7 @@ def _is_shared(folder: Path) -> bool:
 
 @contextmanager
 def importable(folder: Path) -> Generator[None]:
-    """Make the modules of a folder importable; restore Python's search path afterwards.
-
-    Modules of the same name that were imported from another project's folder are unloaded first.
-    """
+    """Make the modules of a folder importable; those of other projects are unloaded first."""
     folder = folder.resolve()
     _unload_other_projects(folder)
     _projects.add(folder)
@@ -361,61 +298,39 @@ def load_object(path: str) -> Any:
         LookupError: it does not exist, its module cannot be imported, or the path goes through a
             module that is imported there, `pkg.os.system`.
     """
-    _, found = _load(path)
-    if isinstance(found, ModuleType):
-        kind = "a module; expected a class or a function in it"
-    elif not callable(found):
-        kind = f"an instance of {type(found).__name__}; expected a class or a function"
-    else:
-        return found
-    raise LookupError(f"It is {kind}.")
-
-
-def _load(path: str) -> tuple[Any, Any]:
-    """Return the object of a path, after the module or class that it was found in."""
     parts = path.split(".")
-    module: ModuleType | None = None
-    used = 0
-    for used in range(1, len(parts)):
-        inner = getattr(module, parts[used - 1], None)
-        if module is not None and inner is not None and not isinstance(inner, ModuleType):
-            used -= 1
-            break
-        module = _import_module(".".join(parts[:used]), module, inner)
-    owner: Any = None
+    module, used = _import_longest(parts)
     found: Any = module
     for part in parts[used:]:
-        if owner is not None and isinstance(found, ModuleType):
-            raise _detour(path, found)
-        owner = found
+        if isinstance(found, ModuleType) and found is not module:
+            name = found.__name__
+            raise LookupError(
+                f"'{path}' goes through the module '{name}', which is only imported there."
+            )
         try:
             found = getattr(found, part)
         except Exception as error:
-            name = getattr(owner, "__name__", "it")
-            raise LookupError(f"'{name}' has no '{part}'.{nearest(part, dir(owner))}") from error
-    return owner, found
+            name, known = getattr(found, "__name__", "it"), dir(found)
+            raise LookupError(f"'{name}' has no '{part}'.{nearest(part, known)}") from error
+    if callable(found):
+        return found
+    kind = "a module" if isinstance(found, ModuleType) else f"an instance of {type(found).__name__}"
+    raise LookupError(f"It is {kind}; expected a class or a function.")
 
 
-def _import_module(name: str, parent: ModuleType | None, attribute: Any) -> ModuleType:
-    """Import a module of a package; `attribute` is what the package has under its name."""
-    try:
-        return import_module(name)
-    except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        if not isinstance(error, ModuleNotFoundError) or error.name != name:
-            raise LookupError(
-                f"The module '{name}' could not be imported ({type(error).__name__}: {error})."
-            ) from error
-        if isinstance(attribute, ModuleType):
-            raise _detour(name, attribute) from error
-        last = name.rpartition(".")[2]
-        where = f"'{parent.__name__}' has" if parent is not None else "There is"
-        known = dir(parent) if parent is not None else sorted(sys.modules)
-        raise LookupError(f"{where} no module '{last}'.{nearest(last, known)}") from error
-
-
-def _detour(path: str, module: ModuleType) -> LookupError:
-    name = module.__name__
-    return LookupError(f"'{path}' goes through the module '{name}', which is only imported there.")
+def _import_longest(parts: list[str]) -> tuple[ModuleType, int]:
+    """Import as many parts of a path as are modules, except the last; return how many."""
+    for used in range(max(len(parts) - 1, 1), 0, -1):
+        name = ".".join(parts[:used])
+        try:
+            return import_module(name), used
+        except (Exception, SystemExit) as error:  # whatever the module's own code raises
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not _is_within(name, [missing]):
+                raise LookupError(
+                    f"The module '{name}' could not be imported ({type(error).__name__}: {error})."
+                ) from error
+    raise LookupError(f"There is no module '{parts[0]}'.{nearest(parts[0], sorted(sys.modules))}")
 
 
 def is_in(module: ModuleType, folder: Path) -> bool:

@@ -20,16 +20,6 @@ from hookline.dispatch.settings import HookSettings
 from hookline.printable import printable, quote_lines
 from hookline.text_tables import format_table
 
-__all__ = [
-    "CallStats",
-    "EventCost",
-    "HookInfo",
-    "HookStatus",
-    "RunClock",
-    "Summary",
-    "costs_by_event",
-]
-
 log = logging.getLogger("hookline")
 
 SLOW_NS = 20_000  # above this, timing every call (about 80 ns) costs less than half a percent

@@ -17,8 +17,6 @@ from hookline.errors import SignatureError, nearest
 from hookline.events import EVENTS, FLOWS, NAMES, Event
 from hookline.hook import Hook
 
-__all__ = ["Binding", "bind"]
-
 
 @dataclass
 class Binding:
@@ -109,12 +107,7 @@ def _event_methods(hook: Hook) -> Iterator[tuple[str, Callable[..., Any]]]:
                         f"from Hook before {mixin.__name__}. List {mixin.__name__} first."
                     )
             continue  # not overridden
-        if isinstance(static, property | cached_property):
-            if name in NAMES:
-                raise SignatureError(
-                    f"{type(hook).__name__}.{name} is a property, but an event needs a method. "
-                    "Make it a method, or rename the property."
-                )
+        if isinstance(static, property | cached_property) and name not in NAMES:
             continue
         method = getattr(hook, name)
         if callable(method):

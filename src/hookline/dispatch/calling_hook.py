@@ -16,20 +16,14 @@ from hookline.dispatch.accounting import CallStats
 from hookline.dispatch.compiler import DISPATCHER_FILE, HOOK_CALL
 from hookline.dispatch.entry import Entry
 
-__all__ = ["find_calling_hook", "find_limited_hook", "guard_calls", "is_firing"]
-
 HandleFailure = Callable[[Entry, str, int, Exception], Exception | None]
 
 
 def guard_calls(entry: Entry, handle_failure: HandleFailure) -> Callable[..., Any]:
     """Return a function that calls another on behalf of a hook: isolated, counted and timed.
 
-    For calls that are not events, such as those of a probe.
-
-    Args:
-        entry: the hook.
-        handle_failure: gets the hook, the name of the function, the number of the call and its
-            exception; returns the error to raise, if any.
+    `handle_failure` gets the hook, the name of the function, the number of the call and its
+    exception; it returns the error to raise, if any.
     """
     call_stats = entry.call_stats
 
@@ -88,11 +82,11 @@ def find_limited_hook() -> Entry | None:
     return next((one for one in _calling_entries() if one and one.ranks != "all"), None)
 
 
-def is_firing(context: object) -> bool:
-    """Return whether an event of this context is being fired on this thread."""
+def is_firing(trainer: object) -> bool:
+    """Return whether an event of this trainer or session is being fired on this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.startswith(DISPATCHER_FILE):
-            return frame.f_locals.get("context") is context
+            return getattr(frame.f_locals.get("context"), "trainer", None) is trainer
         frame = frame.f_back
     return False

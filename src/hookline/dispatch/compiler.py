@@ -42,17 +42,6 @@ from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
 from hookline.dispatch.value_forms import WantedValue
 
-__all__ = [
-    "DISPATCHER_FILE",
-    "HOOK_CALL",
-    "CallSignature",
-    "Source",
-    "always_loaded",
-    "make_signature",
-    "make_source",
-    "register_source",
-]
-
 DISPATCHER_FILE = "<hookline dispatcher"  # how the file names of dispatchers begin
 HOOK_CALL = re.compile(r" +(?:try: )?hook(\d+)\(")  # a line that calls a hook, with its index
 

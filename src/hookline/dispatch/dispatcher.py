@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns
 from types import FunctionType
@@ -25,8 +25,6 @@ from hookline.events import EVENTS, FLOWS
 
 if TYPE_CHECKING:
     from hookline.dispatch.manager import HookManager
-
-__all__ = ["Dispatcher", "DispatcherTable", "Dispatchers"]
 
 
 class Dispatchers:
@@ -104,40 +102,24 @@ class DispatcherTable:
             function = self._compiled[event].function
         function(context)
 
-    def make(
-        self,
-        event: str,
-        entries: Sequence[Entry],
-        fired: int,
-        errors: Mapping[str, Exception] | None = None,
-    ) -> Dispatcher:
+    def make(self, event: str, entries: Sequence[Entry], fired: int) -> Dispatcher:
         """Return a dispatcher whose calls are counted, and in which hooks can be deactivated."""
-        dispatcher = Dispatcher(self, event, entries, fired, errors)
+        dispatcher = Dispatcher(self, event, entries, fired)
         self._in_use[event].add(dispatcher)
         return dispatcher
 
 
 class Dispatcher:
-    """Calls hooks for one event, in order; `function(context)` fires it.
-
-    The event was `fired` so often before. Hooks that ask for an argument that could not be computed
-    fail with its error, which `errors` has.
-    """
+    """Calls hooks for one event, `fired` so often before; `function(context)` fires it."""
 
     def __init__(
-        self,
-        table: DispatcherTable,
-        event: str,
-        entries: Sequence[Entry],
-        fired: int,
-        errors: Mapping[str, Exception] | None = None,
+        self, table: DispatcherTable, event: str, entries: Sequence[Entry], fired: int
     ) -> None:
         self.table = table
         self.event = event
         self.entries = tuple(entries)
         self.fired_before = fired
         self._counted = [0] * len(self.entries)
-        self._errors = errors
         self._signatures: list[CallSignature] = []
         self._globals: dict[str, Any] = {
             "until_timed": 0,  # events until the next timed one
@@ -163,9 +145,8 @@ class Dispatcher:
             binding, schedule = entry.bindings[self.event], entry.schedule
             signature = make_signature(binding, schedule, clocked=entry.is_clocked(self.event))
             self._signatures.append(signature)
-            error = _find_error(signature, self._errors or {})
             self._globals |= {
-                f"hook{i}": binding.method if error is None else partial(_raise, error),
+                f"hook{i}": binding.method,
                 f"optional{i}": binding.optional,
                 f"calls{i}": 0,
                 f"every{i}": schedule.every,
@@ -230,27 +211,26 @@ class Dispatcher:
 
     def _fail_and_retry(self, context: object, error: Exception) -> None:
         """Fail the hooks that ask for what cannot be computed, call the others: none was yet."""
-        if self._errors is not None:
-            raise error  # this is the retry, and it is not an argument of a hook
-        values: dict[str, Any] = {}
-        errors: dict[str, Exception] = {}
-        for argument, form in always_loaded(self._signatures):
-            try:
-                if argument not in values:
-                    values[argument] = getattr(context, argument)
-                if form:
-                    CONVERSIONS[form](values[argument])  # a lazy number keeps what was read
-            except NotSuppliedError as missing:
-                self._skip_and_retry(context, missing)
+        failures = [_find_failure(signature, context) for signature in self._signatures]
+        for failure in failures:
+            if isinstance(failure, NotSuppliedError):
+                self._skip_and_retry(context, failure)
                 return
-            except Exception as failure:
-                failure.add_note(f"The argument '{argument}' could not be computed.")
-                failure.__suppress_context__ = True  # it would be shown twice
-                values[argument], errors[argument] = None, failure
-        entries = self.table.manager.listening(self.event)
-        fired = self.fired_before + self.fired
-        dispatcher = self.table.make(self.event, entries, fired, errors)
-        dispatcher.function(_LoadedArguments(context, values))
+        if failures.count(None) == len(failures):
+            raise error  # it is not an argument of a hook
+        others: list[Entry] = []
+        fatal: Exception | None = None
+        for i, entry in enumerate(self.entries):
+            if (failure := failures[i]) is None:
+                others.append(entry)
+            else:
+                entry.call_stats[self.event].calls += 1
+                fatal = _first_error(fatal, self._handle_failure(i, failure))
+        if others:
+            fired = self.fired_before + self.fired
+            self.table.make(self.event, others, fired).function(context)
+        if fatal is not None:
+            raise fatal
 
     def _handle_missing_args(
         self, i: int, context: object, error: NotSuppliedError
@@ -263,26 +243,18 @@ class Dispatcher:
             self.table.invalidate(self.event)  # compile it again, with or without a clock
 
 
-class _LoadedArguments:
-    """An event context of which some arguments have been computed already."""
-
-    def __init__(self, context: object, values: Mapping[str, Any]) -> None:
-        self._context = context
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._context, name)
-
-
-def _find_error(signature: CallSignature, errors: Mapping[str, Exception]) -> Exception | None:
-    """Return the error of the first argument of a call that could not be computed."""
-    return next(
-        (errors[value.argument] for value in signature.required if value.argument in errors), None
-    )
-
-
-def _raise(error: Exception, *args: Any, **kwargs: Any) -> None:
-    raise error
+def _find_failure(signature: CallSignature, context: object) -> Exception | None:
+    """Return the error of the first argument of a call that cannot be computed."""
+    for argument, form in always_loaded([signature]):
+        try:
+            value = getattr(context, argument)
+            if form:
+                CONVERSIONS[form](value)  # a lazy number keeps what was read
+        except Exception as failure:
+            failure.add_note(f"The argument '{argument}' could not be computed.")
+            failure.__suppress_context__ = True  # it would be shown twice
+            return failure
+    return None
 
 
 def _step_of(context: Any) -> int | None:

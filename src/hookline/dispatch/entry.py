@@ -23,15 +23,6 @@ from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, HookGroup, Ranks
 from hookline.masking import mask_secrets, remember_secrets
 
-__all__ = [
-    "Entry",
-    "RemovedEntry",
-    "check_registration",
-    "choose_name",
-    "choose_ranks",
-    "unknown_hook",
-]
-
 
 @dataclass(eq=False)
 class Entry:
@@ -136,32 +127,17 @@ class Entry:
             unmasked_options=dict(self.hook.hookline_options),
         )
 
-    def removed(self, previous: RemovedEntry | None) -> RemovedEntry:
-        """Return what to keep after removal; `previous` is an earlier removed hook of this name."""
-        last = self.info(0.0)
-        # Options may be modules and other large objects, which must not stay alive.
-        options = {name: _plain(value) for name, value in last.options.items()}
-        last = replace(last, options=options, unmasked_options={})
-        nothing = replace(last, calls=0, seconds=0.0, costs={}, failures=0, last_error=None)
-        earlier = nothing if previous is None else previous.info(0.0)
-        return RemovedEntry(last, self.call_stats, earlier)
+    def removed(self, earlier: HookInfo | None) -> HookInfo:
+        """Return what the summary keeps after removal, with an earlier removed hook of this name.
 
-
-@dataclass(frozen=True)
-class RemovedEntry:
-    """The stats of a removed hook, without the hook. Events in progress may still add to them."""
-
-    last: HookInfo
-    call_stats: dict[str, CallStats]
-    previous: HookInfo
-
-    def info(self, elapsed: float) -> HookInfo:
-        """Return the `HookInfo` for `summary()`, including earlier hooks of the same name."""
-        last, earlier = self.last, self.previous
+        Options may be modules and other large objects, which must not stay alive.
+        """
+        last = replace(self.info(0.0), status="removed", options={}, unmasked_options={})
+        if earlier is None:
+            return last
         return replace(
             last,
-            status="removed",
-            **_sum_costs(costs_by_event(self.call_stats, earlier.costs), elapsed),
+            **_sum_costs(costs_by_event(self.call_stats, earlier.costs), 0.0),
             failures=last.failures + earlier.failures,
             last_error=last.last_error or earlier.last_error,
         )
@@ -176,14 +152,6 @@ def _sum_costs(costs: Mapping[str, EventCost], elapsed: float) -> dict[str, Any]
         "share": seconds / elapsed if elapsed else 0.0,
         "costs": costs,
     }
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that refers to no other objects: text, a number, or a list of these."""
-    kinds = str | int | float | None
-    if isinstance(value, list | tuple) and all(isinstance(item, kinds) for item in value):
-        return list(value)
-    return value if isinstance(value, kinds) else show_value(value)
 
 
 def check_registration(names: Mapping[str, Any], flags: Mapping[str, Any]) -> None:

@@ -13,8 +13,6 @@ from hookline.dispatch.settings import HookSettings
 from hookline.errors import HookFailedError, HooklineError, NotSuppliedError, RandomNumberError
 from hookline.masking import mask_text
 
-__all__ = ["FailureHandler", "HookFailure"]
-
 log = logging.getLogger("hookline")
 
 

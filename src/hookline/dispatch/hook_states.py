@@ -12,8 +12,6 @@ from hookline.dispatch.entry import Entry
 from hookline.dispatch.failures import FailureHandler
 from hookline.errors import HookStateError
 
-__all__ = ["StateReport", "load_states", "save_states"]
-
 log = logging.getLogger("hookline")
 
 

@@ -22,22 +22,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 from hookline.arguments import check_instance, read_items
 from hookline.dispatch.accounting import HookInfo, HookStatus, RunClock, Summary
-from hookline.dispatch.arguments import EventArguments, make_event_method
 from hookline.dispatch.binding import bind
 from hookline.dispatch.calling_hook import guard_calls
 from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import (
     Entry,
-    RemovedEntry,
     check_registration,
     choose_name,
     choose_ranks,
     unknown_hook,
 )
+from hookline.dispatch.event_arguments import EventArguments, make_event_method
 from hookline.dispatch.failures import FailureHandler
 from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_order, find_place, registration_order
@@ -51,8 +51,7 @@ from hookline.errors import (
 )
 from hookline.events import FLOWS, NAMES, find_event
 from hookline.hook import Hook, Ranks, as_hook
-
-__all__ = ["HookManager"]
+from hookline.log_records import filter_log_records
 
 
 class HookManager:
@@ -78,12 +77,13 @@ class HookManager:
     ) -> None:
         check_instance("settings", settings, HookSettings | None, "HookSettings or None")
         check_instance("on_change", on_change, Callable | None, "a function or None")
+        filter_log_records()
         self.settings = settings or HookSettings()
         self.source = source
         self.raise_on_missing_args = False
         self.on_change = on_change
         self._entries: list[Entry] = []  # in calling order
-        self._removed: dict[str, RemovedEntry] = {}
+        self._removed: dict[str, HookInfo] = {}
         self._roles: set[str] = set(get_args(Ranks))  # of this process: alone it has all
         self._lock = threading.RLock()
         self._clock = RunClock(self.settings)
@@ -439,8 +439,11 @@ class HookManager:
         """Return what hooks did and cost so far, removed ones too; `print` shows a table."""
         with self._lock:
             elapsed = self._clock.elapsed()
-            removed = [entry.info(elapsed) for entry in self._removed.values()]
-            removed = [info for info in removed if info.calls or info.failures]
+            removed = [
+                replace(info, share=info.seconds / elapsed if elapsed else 0.0)
+                for info in self._removed.values()
+                if info.calls or info.failures
+            ]
             return Summary(elapsed, (*self.describe(), *removed))
 
     # -- state ------------------------------------------------------------------------------------
@@ -464,7 +467,6 @@ for _name in NAMES:
 def _make_manager(
     hooks: list[tuple[Hook, str, dict[str, Any]]], settings: HookSettings
 ) -> HookManager:
-    """Return the copy of a manager."""
     manager = HookManager(settings=settings)
     for hook, name, registration in hooks:
         manager.add_hook(hook, name, **registration)

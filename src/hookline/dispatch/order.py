@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from hookline.dispatch.entry import Entry
 from hookline.errors import OrderError
 
-__all__ = ["check_order", "find_place", "registration_order"]
-
 
 def find_place(new: Entry, entries: Sequence[Entry], *, by_group: bool = True) -> int:
     """Return the index at which to insert a new hook.
@@ -16,9 +14,6 @@ def find_place(new: Entry, entries: Sequence[Entry], *, by_group: bool = True) -
     Users' hooks come before built-ins, and hooks of the same group are in registration order.
     `before=` places a hook directly before another; `after=` directly after it and after those
     already placed there. The named hooks must be among the entries.
-
-    Raises:
-        OrderError: `before=` and `after=` contradict each other.
     """
     if new.name in (new.before, new.after):
         raise OrderError(f"'{new.name}' cannot be placed next to itself. Name another hook.")

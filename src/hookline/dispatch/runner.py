@@ -13,8 +13,6 @@ from hookline.dispatch.manager import HookManager
 from hookline.errors import NameTakenError, SignatureError
 from hookline.hook import Hook, as_hook
 
-__all__ = ["HookRunner"]
-
 
 class HookRunner(HookManager):
     """Calls hooks in the order of a list; with an empty list each call costs one branch.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Gt
 
 from hookline.arguments import check_flag, check_number, check_whole_number, show_value
 from hookline.errors import ArgumentError
-
-__all__ = ["HookSettings", "Schedule"]
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,13 @@ class Schedule:
     from_epoch: int = 0
 
     def __post_init__(self) -> None:
-        _check_int("every", self.every, 1)
-        _check_int("from_epoch", self.from_epoch, 0)
+        check_whole_number("every", self.every, 1)
+        check_whole_number("from_epoch", self.from_epoch, 0)
         rate = self.sample_rate
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
             raise ArgumentError(
                 f"sample_rate is {show_value(rate)}; expected a share above 0 and up to 1, such "
-                "as 0.1. "
-                "To disable a hook, use enabled=False."
+                "as 0.1. To disable a hook, use enabled=False."
             )
 
     def __str__(self) -> str:
@@ -84,10 +81,3 @@ class Schedule:
     def samples(self, name: str, step: int) -> bool:
         """Return whether `sample_rate` selects this step for the hook of this name."""
         return zlib.crc32(f"{name}:{step}".encode()) < self.sample_rate * 2**32
-
-
-def _check_int(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ArgumentError(
-            f"{name} is {show_value(value)}; expected a whole number of at least {minimum}."
-        )

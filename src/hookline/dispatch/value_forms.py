@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ForwardRef, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 from hookline.context import EvalMetrics, LazyFloat, Metrics
 from hookline.events import Argument
-
-__all__ = ["CONVERSIONS", "WantedValue", "choose_form"]
 
 
 class WantedValue(NamedTuple):
@@ -74,7 +73,7 @@ def choose_form(argument: Argument, parameter: inspect.Parameter, method: Any) -
         return ""
     if parameter.kind is parameter.VAR_KEYWORD:
         return "lazy" if argument.form == "float" else argument.form
-    names = set(_type_names(parameter.annotation, _namespace(method)))
+    names = _type_names(parameter.annotation, _namespace(method))
     if argument.form == "float" and "LazyFloat" in names:
         return "lazy"
     if argument.form == "str" and names & _PATHS and "str" not in names:
@@ -92,22 +91,9 @@ def _namespace(method: Any) -> dict[str, Any]:
     return getattr(function, "__globals__", {})
 
 
-def _type_names(annotation: Any, namespace: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the types in an annotation, also in `Optional` and in strings."""
-    if isinstance(annotation, ForwardRef):
-        annotation = annotation.__forward_arg__
+def _type_names(annotation: Any, namespace: dict[str, Any]) -> set[str]:
+    """Return the names of the types in an annotation, also in `Optional` and in strings."""
     if isinstance(annotation, str):
-        try:
+        with suppress(Exception):  # such as a name that is imported under TYPE_CHECKING
             annotation = eval(annotation, namespace)
-        except Exception:  # such as a name that is imported under TYPE_CHECKING
-            yield from (name.rpartition(".")[2] for name in re.findall(r"[\w.]+", annotation))
-            return
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        arguments = arguments[:1]
-    if isinstance(annotation, str):
-        arguments = (annotation,)
-    elif not arguments:
-        yield getattr(annotation, "__name__", "")
-    for argument in () if origin is Literal else arguments:
-        yield from _type_names(argument, namespace)
+    return set(re.findall(r"\w+", annotation if isinstance(annotation, str) else repr(annotation)))

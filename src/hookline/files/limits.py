@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 from hookline.errors import ConfigError
-
-__all__ = ["FileLimits", "file_limits"]
 
 _PREFIX = "HOOKLINE_MAX_"
 
@@ -36,22 +35,16 @@ class FileLimits:
 
     @classmethod
     def from_environment(cls) -> FileLimits:
-        """Return the default limits with those that environment variables set.
-
-        Raises:
-            ConfigError: A variable is not a positive integer.
-        """
+        """Return the default limits with those that environment variables set."""
         values: dict[str, int] = {}
         for field in fields(cls):
             variable = _PREFIX + field.name.upper()
             text = os.environ.get(variable)
             if text is None:
                 continue
-            try:
+            with suppress(ValueError):
                 values[field.name] = int(text)
-            except ValueError:
-                values[field.name] = 0
-            if values[field.name] <= 0:
+            if values.get(field.name, 0) <= 0:
                 raise ConfigError(
                     f"The environment variable {variable} is {text!r}. Expected a number of bytes."
                 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any, TypeGuard
 
-__all__ = ["is_plain_name"]
-
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,199}")
 # Windows opens devices by these names, with any suffix.
 _DEVICES = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)

@@ -12,15 +12,6 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = [
-    "FileRefusedError",
-    "count_hole_bytes",
-    "describe_kind",
-    "open_handle",
-    "open_regular_file",
-    "read_regular_file",
-]
-
 # Windows has neither. O_NONBLOCK: opening a FIFO does not wait for its writer.
 _FLAGS = (
     getattr(os, "O_NOFOLLOW", 0)
@@ -36,12 +27,7 @@ class FileRefusedError(OSError):
 
 
 def open_handle(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file as `os.open` does, without following a link in its last part.
-
-    Raises:
-        FileRefusedError: It is a link, a FIFO, a device, a socket or a folder.
-        OSError: It cannot be opened.
-    """
+    """Open a regular file as `os.open` does; anything else, and links, are refused."""
     name = Path(path).name
     try:
         handle = os.open(path, flags | _FLAGS, mode)
@@ -68,11 +54,7 @@ def open_regular_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Return the contents of a regular file; see `open_handle` for what is refused.
-
-    Raises:
-        FileRefusedError: Also if the file is larger than `max_bytes`.
-    """
+    """Return the contents of a regular file; one of more than `max_bytes` is refused, too."""
     contents = b""
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -89,10 +71,7 @@ def read_regular_file(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def count_hole_bytes(file: BinaryIO, more_than: int) -> int:
-    """Return how many bytes of a file have no data on the disk; it stops above a number.
-
-    File systems that do not know it report that everything is data.
-    """
+    """Return how many bytes of a file have no data on the disk; it stops above a number."""
     size, position, holes = os.fstat(file.fileno()).st_size, 0, 0
     if size <= more_than or not hasattr(os, "SEEK_DATA"):  # Windows
         return 0

@@ -6,8 +6,6 @@ import json
 import math
 from typing import Any, cast
 
-__all__ = ["MAX_DEPTH", "MAX_STATE_DEPTH", "parse_json"]
-
 MAX_DEPTH = 200
 """How deeply lists and objects may be nested."""
 

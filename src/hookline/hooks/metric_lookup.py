@@ -12,15 +12,6 @@ from hookline.errors import TrainingError, listed, nearest
 from hookline.printable import printable, printable_message
 from hookline.text_tables import join_some
 
-__all__ = [
-    "RequiresMetrics",
-    "log_or_print",
-    "metric_value",
-    "metrics_text",
-    "number_text",
-    "require_metric",
-]
-
 log = logging.getLogger("hookline")
 
 

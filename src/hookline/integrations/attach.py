@@ -41,8 +41,6 @@ from hookline.interrupts import HeldInterrupts
 if TYPE_CHECKING:
     from hookline.runs.run import Run
 
-__all__ = ["attach", "callback_options", "session_options"]
-
 _LIBRARIES = {  # by module and name of the class, so that nothing is imported to find out
     ("transformers.trainer", "Trainer"): "transformers",
     ("lightning.pytorch.trainer.trainer", "Trainer"): "lightning",
@@ -179,7 +177,6 @@ def _attach_to_loop(given: Mapping[str, Any], library: str | None) -> Session:
     options = session_options(**given)
     parts = loop_parts(model, optimizer, options.schedulers, scaler)
     session = Session(**parts, options=options, accumulated_batches=accumulated_batches(optimizer))
-    session.refuse_quietly()  # unless it is in a `with` block
     if library == "accelerate":
         session.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
     return session

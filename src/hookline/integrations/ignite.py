@@ -32,13 +32,10 @@ from hookline.context import to_float
 from hookline.errors import ArgumentError
 from hookline.integrations.attach import session_options
 from hookline.integrations.bare_loop.loop_parts import loop_parts
-from hookline.integrations.frames import find_frame
 from hookline.integrations.library import Library, of_phase
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.patches import WrappedMethods
+from hookline.integrations.patches import WrappedMethods, find_frame
 from hookline.loop.signals import SignalWatch
-
-__all__ = ["LIBRARY", "EngineDriver", "attach_to_trainer"]
 
 log = logging.getLogger("hookline")
 
@@ -203,8 +200,7 @@ class EngineDriver:
         self._listen(engine, CheckpointEvents.SAVED_CHECKPOINT, self._checkpoint_saved)
 
     def _terminated(self) -> None:
-        if not self.session.is_stopping:
-            self.session.stop("the engine was terminated")
+        self.session.stop("the engine was terminated")  # unless it was asked for already
 
     def _interrupted(self) -> None:
         self._is_interrupted = True

@@ -16,8 +16,6 @@ import torch
 from hookline.arguments import is_number
 from hookline.events import EVENTS
 
-__all__ = ["Library", "of_phase", "with_common_names"]
-
 _PHASES = {"eval": "val", "val": "val", "valid": "val", "validation": "val", "train": "train"}
 _NAME = re.compile(rf"({'|'.join(_PHASES)})[_/](.+)")
 

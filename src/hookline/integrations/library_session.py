@@ -17,17 +17,15 @@ from typing import Any, Self
 import torch
 
 from hookline.context import LazyFloat, to_float
-from hookline.errors import LoopError, NotSuppliedError
+from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.integrations.bare_loop.loop_phases import Batch
 from hookline.integrations.bare_loop.session import Session, is_single_number
 from hookline.integrations.library import Library, with_common_names
 from hookline.interrupts import HeldInterrupts
 from hookline.loop.means import Means
-from hookline.loop.model_watch import CalledModules
+from hookline.loop.model_watch import ForwardTargets
 from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.signals import SignalWatch
-
-__all__ = ["LibrarySession"]
 
 log = logging.getLogger("hookline")
 
@@ -113,16 +111,6 @@ class LibrarySession(Session):
         """Whether a validation is in progress."""
         return self._phases.validation is not None
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the trainer is asked to end training."""
-        return self._stop.is_active
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the first process writes a run."""
-        return self._runs is not None
-
     def __enter__(self) -> Self:
         return self  # the trainer starts training
 
@@ -155,7 +143,7 @@ class LibrarySession(Session):
         schedulers: Iterable[Any] = (),
         scaler: torch.amp.GradScaler | None = None,
         signals: Iterable[str] | None = (),
-        called: CalledModules | None = None,
+        called: ForwardTargets | None = None,
         ends_with_batch: bool = False,
     ) -> None:
         """Watch what the trainer trains; call `begin` when everything is restored.
@@ -204,6 +192,9 @@ class LibrarySession(Session):
     def _leave_cycles(self) -> None:
         super()._leave_cycles()
         self._on_log = self._before_state = self._loaded_path = None
+
+    def refuse(self, error: HooklineError) -> None:
+        """Do nothing: the error leaves the trainer, and `leave` ends the session."""
 
     def _watch_termination(self) -> None:
         """Do nothing: the trainer's own handlers, or those of `connect`, see the signal."""
@@ -274,11 +265,11 @@ class LibrarySession(Session):
             raise LoopError(f"{self.library.name} has not started training, so nothing can stop.")
         super().stop(reason)
 
-    def preempt(self, signal: str) -> None:
-        """End training because of a signal that the trainer has handled."""
+    def preempt(self) -> None:
+        """End training because of SIGTERM, which the trainer has handled."""
         if self.loop.requests.signal is None:
-            self.loop.requests.receive_signal(Signals[signal])
-        self._stop_because_of(signal)
+            self.loop.requests.receive_signal(Signals.SIGTERM)
+        self._stop_because_of("SIGTERM")
         self.loop.context.status = "preempted"
         self.detach()
 
@@ -326,7 +317,7 @@ class LibrarySession(Session):
             self.end_resumed_epoch()
         if resumed != epoch:
             self._batch_idx = 0
-        self._reach_boundary()
+        self.reach_boundary()
         self._phases.begin_epoch(epoch)
 
     def end_resumed_epoch(self) -> None:
@@ -349,8 +340,6 @@ class LibrarySession(Session):
         *,
         divisor: float | None = None,
         idx: int | None = None,
-        loader_idx: int = 0,
-        loader_name: str = "train",
     ) -> None:
         """Begin a training batch, whose loss the trainer divides by this number.
 
@@ -360,8 +349,8 @@ class LibrarySession(Session):
         self._watch.losses.divisor = divisor
         if idx is not None:
             self._batch_idx = idx
-        self._reach_boundary()
-        self._phases.begin_batch(Batch(batch, self._batch_idx, loader_idx, loader_name))
+        self.reach_boundary()
+        self._phases.begin_batch(Batch(batch, self._batch_idx, 0, "train"))
         self._batch_idx += 1
 
     def end_batch(self) -> bool:
@@ -383,7 +372,7 @@ class LibrarySession(Session):
         """Fire `on_before_backward` with the loss that will be differentiated."""
         if self.hooks.dispatchers.on_before_backward is not None:
             self.loop.context.loss = loss
-            self._fire("on_before_backward")
+            self.fire("on_before_backward")
             self.loop.context.provide("loss", None)
 
     def take_logged(self, *, of_steps: bool) -> dict[str, float]:
@@ -420,13 +409,13 @@ class LibrarySession(Session):
 
     def start_validation(self) -> None:
         """Begin a validation; one before the first epoch and batch has the numbers of the start."""
-        self._reach_boundary()
+        self.reach_boundary()
         context = self.loop.context
         self._phases.batch = None
         self._known_before = context.known("epoch"), context.known("tokens_seen")
         context.epoch, context.tokens_seen = (number or 0 for number in self._known_before)
         self._phases.begin_validation()
-        self._fire("on_validation_start")
+        self.fire("on_validation_start")
 
     def start_validation_batch(self, batch: Any, idx: int, loader_idx: int = 0) -> None:
         """Begin a batch of a validation."""
@@ -461,15 +450,8 @@ class LibrarySession(Session):
 
     def notify_saved(self, path: str, *, step: int, epoch: int | None) -> None:
         """Fire `on_checkpoint_save` for a checkpoint of this step, which may be an earlier one."""
-        context = self.loop.context
-        now = context.step, context.known("epoch")
-        context.step = step
-        context.provide("epoch", epoch)
-        try:
-            self.notify_checkpoint_saved(path)
-        finally:
-            context.step = now[0]
-            context.provide("epoch", now[1])
+        self._requirements.provided.add("checkpoint")
+        self._report_checkpoint(path, step, epoch)
 
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the trainer, before `begin`.

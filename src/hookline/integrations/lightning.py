@@ -25,7 +25,7 @@ from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
-from hookline.integrations.library import Library, with_common_names
+from hookline.integrations.library import Library, of_phase
 from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.lightning_checkpoints import SavedCheckpoints
 from hookline.integrations.lightning_package import (
@@ -33,7 +33,7 @@ from hookline.integrations.lightning_package import (
     called_parts,
     find_package,
 )
-from hookline.loop.model_watch import CalledModules
+from hookline.loop.model_watch import ForwardTargets
 from hookline.loop.rank_sync import is_sharded_loop, trains_together
 from hookline.tensors.full_tensor import full_tensor
 
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 else:
     _Callback = type("_Callback", callback_classes(), {})
-
-__all__ = ["LIBRARY", "HooklineCallback", "attach_to_trainer"]
 
 log = logging.getLogger("hookline")
 
@@ -126,7 +124,7 @@ class HooklineCallback(_Callback):
             LIBRARY,
             callback_options(hooks, self._options),
             forwards_logs=True,
-            batch_metrics=self._batch_metrics,
+            batch_metrics=lambda: self._metrics.take_batch(self._trainer),
         )
         self._process = os.getpid()
 
@@ -193,7 +191,7 @@ class HooklineCallback(_Callback):
             schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             signals=None,  # Lightning's own handlers: SIGTERM, Ctrl-C, a scheduler's requeue
-            called=CalledModules(called_parts(pl_module), None if outer is pl_module else outer),
+            called=ForwardTargets(called_parts(pl_module), None if outer is pl_module else outer),
             ends_with_batch=not pl_module.automatic_optimization,
         )
         self._restore(trainer, len(optimizers))
@@ -233,7 +231,7 @@ class HooklineCallback(_Callback):
             self._notify_saved()
             self._keep_state(in_all_ranks=is_signal)  # of which Lightning tells all of them
             if is_signal:
-                session.preempt("SIGTERM")
+                session.preempt()
         session.leave(exception)
         self._release()
 
@@ -345,13 +343,9 @@ class HooklineCallback(_Callback):
 
     # -- metrics ----------------------------------------------------------------------------------
 
-    def _batch_metrics(self) -> dict[str, Any]:
-        """Return what the module has logged in this batch, for hooks."""
-        return self._metrics.take_batch(self._trainer)
-
     def _record(self, trainer: Trainer) -> None:
         """Record what the module has logged since the last time."""
-        if self.session.has_run:
+        if self.session.loop.record.is_wanted:
             self.session.record_values(self._metrics.take_record(trainer))
 
     def _logs_steps(self, trainer: Any, step: int | None = None) -> bool:
@@ -472,12 +466,12 @@ class LoggedMetrics:
         self._before_validation = dict(trainer.callback_metrics)
 
     def take_validation(self, trainer: Any) -> dict[str, Any]:
-        """Return the metrics of the validation that has ended, also under the common names."""
+        """Return the metrics of the validation that has ended."""
         new = _new_values(trainer.callback_metrics, self._before_validation)
         self._before_validation = {}
         self._recorded |= new
         self._shown |= new
-        return _validation_names(new)
+        return of_phase(new, "val")
 
 
 def _take_new(values: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -496,16 +490,6 @@ def _is_same(value: Any, known: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
         return value.data_ptr() == known.data_ptr()
     return value is known
-
-
-def _validation_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a validation, those without a phase in their name as `val/…`, too."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        named = with_common_names({name: value})
-        found |= named if len(named) != 1 or name.startswith("val/") else {f"val/{name}": value}
-        found |= named
-    return found
 
 
 class _NoHooks(_Callback):

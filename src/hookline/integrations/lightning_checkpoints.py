@@ -21,8 +21,6 @@ from hookline.checkpoint.atomic_files import sync
 from hookline.errors import LoopError
 from hookline.integrations.patches import WrappedMethods
 
-__all__ = ["SavedCheckpoint", "SavedCheckpoints"]
-
 log = logging.getLogger("hookline")
 
 

@@ -10,8 +10,6 @@ import torch
 
 from hookline.errors import LoopError
 
-__all__ = ["callback_classes", "called_parts", "find_package"]
-
 _REFUSED = {"lightning": ("2.6.2", "2.6.3")}
 """Versions that were uploaded by somebody else and steal credentials when they are imported."""
 

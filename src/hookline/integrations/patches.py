@@ -1,15 +1,18 @@
-"""Functions and methods of other libraries that are replaced while hooks are attached."""
+"""Reaching what other libraries do not show: methods that are replaced, frames that are read.
+
+Functions and methods are replaced while hooks are attached, and put back afterwards.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, Generic, TypeVar
-
-__all__ = ["SharedPatch", "WrappedMethods"]
 
 T = TypeVar("T")
 
@@ -147,3 +150,16 @@ class _Wrapper(functools.partial[Any]):
 def _return_method(method: Any) -> Any:
     """Return what a pickled wrapper is replaced by."""
     return method
+
+
+def calling_frames() -> Iterator[FrameType]:
+    """Yield the frames of this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def find_frame(function: Any) -> FrameType | None:
+    """Return the frame of a function that is running in this thread; None if it is not."""
+    return next((each for each in calling_frames() if each.f_code is function.__code__), None)

@@ -32,8 +32,6 @@ from hookline.tensors.full_tensor import full_tensor
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
 
-__all__ = ["HOOKS_FOLDER", "load", "pack_state", "save", "unpack_state"]
-
 log = logging.getLogger("hookline")
 
 _VERSION = 1

@@ -16,7 +16,6 @@ and is marked as complete. So its limit is taken away meanwhile, and applied aft
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -26,18 +25,16 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
+from hookline.checkpoint.host_folders import HOOKS_FOLDER
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
-from hookline.integrations.frames import calling_frames, find_frame
 from hookline.integrations.library import Library
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.patches import WrappedMethods
-
-__all__ = ["LIBRARY", "HooklineCallback", "attach_to_trainer"]
+from hookline.integrations.patches import WrappedMethods, calling_frames, find_frame
 
 PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
 LAST_PART_OF_TRAIN = "_finalize_training"
@@ -135,7 +132,7 @@ class HooklineCallback(TrainerCallback):
         wrap(handler, "on_epoch_begin", self._part_of_train)
         for name in PARTS_OF_TRAIN:
             wrap(trainer, name, self._part_of_train)
-        wrap(trainer, LAST_PART_OF_TRAIN, self._last_part_of_train)
+        wrap(trainer, LAST_PART_OF_TRAIN, self._train)
 
     def _unbind(self) -> None:
         """Put the trainer's own methods back, and its limit, if saving has failed."""
@@ -160,11 +157,7 @@ class HooklineCallback(TrainerCallback):
     # -- wrapped methods --------------------------------------------------------------------------
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            result = train(*args, **kwargs)
-        except BaseException as error:
-            self.session.leave(error)
-            raise
+        result = self._part_of_train(train, *args, **kwargs)
         self.session.leave()
         if self.session.received_signal == "SIGINT":
             raise KeyboardInterrupt
@@ -177,17 +170,12 @@ class HooklineCallback(TrainerCallback):
             self.session.leave(error)
             raise
 
-    def _last_part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._train(functools.partial(self._part_of_train, method), *args, **kwargs)
-
     def _training_step(
         self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        trainer = self._trainer
-        if not self.session.is_training or trainer is None:
-            return training_step(model, inputs, *args, **kwargs)
-        divisor = trainer.current_gradient_accumulation_steps
-        self.session.start_batch(inputs, divisor=divisor)
+        if self.session.is_training and self._trainer is not None:
+            divisor = self._trainer.current_gradient_accumulation_steps
+            self.session.start_batch(inputs, divisor=divisor)
         return training_step(model, inputs, *args, **kwargs)
 
     def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -407,7 +395,7 @@ def _own_callbacks(trainer: Trainer) -> list[HooklineCallback]:
 def _hooks_folder(callback: HooklineCallback, trainer: Trainer) -> str:
     """Return where the state of these hooks is in a checkpoint: a trainer may have two sessions."""
     place = _own_callbacks(trainer).index(callback)
-    return f"{session_state.HOOKS_FOLDER}_{place + 1}" if place else session_state.HOOKS_FOLDER
+    return f"{HOOKS_FOLDER}_{place + 1}" if place else HOOKS_FOLDER
 
 
 def _save_sessions(trainer: Trainer, sessions: Mapping[str, LibrarySession]) -> Path:

@@ -10,7 +10,6 @@ Of several ranks, rank 0 writes; a sharded model is written by all of them, each
 
 from __future__ import annotations
 
-import copy
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +33,10 @@ from hookline.loop.control_requests import (
     split_requests,
 )
 from hookline.loop.event_context import EventContext
+from hookline.loop.loop import report_checkpoint
 from hookline.loop.loop_state import LoopState
 from hookline.loop.rank_sync import RankSync
 from hookline.loop.record import Record
-
-__all__ = ["Checkpoints"]
 
 log = logging.getLogger("hookline")
 
@@ -136,14 +134,14 @@ class Checkpoints:
 
     def gather_states(self) -> None:
         """Collect the states of all ranks for the next save. All of them have to call this."""
-        if not self.ranks.is_alone:
+        if self.ranks.is_distributed:
             self.ranks.records.report(self.record.sink)  # before it is saved
             own = self.state.collect_own()
             self._rank_states = self.ranks.processes.gather_on_main(own)
 
     def _share_save(self) -> SharedSave | None:
         """Return what ranks share to save sharded tensors; None if rank 0 has them all."""
-        if not self.is_sharded or self.ranks.is_alone:
+        if not self.is_sharded or not self.ranks.is_distributed:
             return None
         if self._shared_saves is None:
             processes = self.ranks.processes
@@ -236,7 +234,7 @@ class Checkpoints:
     def gather_requests(self) -> list[SaveRequest]:
         """Return and forget what was requested in any rank, all of which have to call this."""
         own, self.requests.checkpoints = self.requests.checkpoints, []
-        if self.ranks.is_alone:
+        if not self.ranks.is_distributed:
             return own
         gathered = self.ranks.processes.gather((own, self.extra))
         for _, extra in reversed(gathered):  # rank 0's count most
@@ -280,10 +278,12 @@ class Checkpoints:
             results = self._saver.finished()
         self._in_flight -= len(results)
         failure: CheckpointError | None = None
+        stops = self.settings.on_failure == "stop"
         for result in results:
             if result.error is not None:
                 failure = result.error
-                log.error("%s%s", result.error, _what_now(self.settings))
+                goes_on = " Training continues; earlier checkpoints are as they were."
+                log.error("%s%s", result.error, "" if stops else goes_on)
             elif result.replaced:
                 log.warning(
                     "The checkpoint %s was given up for a newer one, because it was still being "
@@ -292,10 +292,10 @@ class Checkpoints:
                 )
             else:
                 self._check_duration(result.seconds)
-            if not self.ranks.is_alone:
+            if self.ranks.is_distributed:
                 self._unshared.append(result)
             self._announce(result)
-        if failure is not None and self.settings.on_failure == "stop":
+        if failure is not None and stops:
             raise failure
         return results
 
@@ -311,27 +311,16 @@ class Checkpoints:
                 if failed is not None:
                     failed(requested, result.error)
             return
-        tokens = result.info["tokens_seen"]
-        self.record.event("checkpoint", path=str(result.path), step=step, tokens_seen=tokens)
-        fire = self.hooks.dispatchers.on_checkpoint_save
-        if fire is not None:
-            context = copy.copy(self.context)  # training may be steps ahead of the checkpoint
-            context.step = step
-            context.provide("epoch", result.info["epoch"])
-            context.checkpoint_path = result.path
-            self.is_announcing = True
-            try:
-                fire(context)
-            finally:
-                self.is_announcing = False
-        for _, hook, is_enabled in self.hooks.of_kind("loop"):  # one may be disabled meanwhile
-            saved = getattr(hook, "checkpoint_saved", None)
-            if not is_enabled and saved is not None:
-                saved(str(result.path))
+        where = {name: result.info[name] for name in ("step", "epoch", "tokens_seen")}
+        self.is_announcing = True
+        try:
+            report_checkpoint(self.context, self.hooks, self.record, result.path, **where)
+        finally:
+            self.is_announcing = False
 
     def share_saved(self) -> None:
         """Report in all ranks what rank 0 has saved. All of them have to call this."""
-        if self.ranks.is_alone:
+        if not self.ranks.is_distributed:
             return
         unshared, self._unshared = self._unshared, []
         shared: list[SaveResult] = self.ranks.processes.broadcast(unshared)
@@ -406,9 +395,3 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
         for name, value in values.items()
         if isinstance(value, int | float | LazyFloat)
     }
-
-
-def _what_now(settings: CheckpointConfig) -> str:
-    if settings.on_failure == "stop":
-        return ""
-    return " Training continues; earlier checkpoints are as they were."

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from hookline.arguments import as_reason, check_whole_number, show_value
 from hookline.errors import ArgumentError
 
-__all__ = ["ControlRequests", "SaveRequest", "elastic_timeout", "split_requests"]
-
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL: the default of Slurm, torchrun and Kubernetes
 _USED = 0.8  # the part of them that hooks may use; the run is closed afterwards
 
@@ -107,7 +105,7 @@ class ControlRequests:
             if idx >= optimizers:
                 there_are = f"there are {optimizers}"
                 raise ArgumentError(f"There is no optimizer {show_value(idx)}; {there_are}.")
-        self.skips[-1 if idx is None else idx] = as_reason(reason)
+        self.skips[-1 if idx is None else idx] = as_reason(reason) or "a hook asked"
         self.pending = True
 
     def seconds_before_kill(self) -> float | None:

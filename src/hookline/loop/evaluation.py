@@ -13,8 +13,6 @@ from hookline.errors import TrainingError
 from hookline.loop.random_state import random_state, restore_random_state
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["count_tokens", "evaluation", "make_counter", "samples_in"]
-
 _TOKEN_TYPES = frozenset({torch.int64, torch.int32, torch.int16})
 
 

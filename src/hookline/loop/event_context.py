@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,15 +24,6 @@ from hookline.updates.gradients import Gradients, NamedParameters
 
 if TYPE_CHECKING:
     from hookline.loop.rank_sync import NormSchedule
-
-__all__ = [
-    "EventContext",
-    "device_of",
-    "gradients_of",
-    "norm_or_error",
-    "raise_or_return",
-    "zero_grad",
-]
 
 
 class EventContext:
@@ -60,6 +52,7 @@ class EventContext:
     loss: Any
     epoch: int
     batch: Any
+    current_batch: Any
     batch_idx: int
     dataloader_idx: int
     dataloader_name: str
@@ -251,6 +244,29 @@ class EventContext:
         return [gradient for optimizer in self.optimizers for gradient in gradients_of(optimizer)]
 
 
+class ProbeView:
+    """The context as probes read it: what the loop has not provided is None."""
+
+    def __init__(self, context: EventContext) -> None:
+        self._context = context
+
+    trainer = property(attrgetter("_context.trainer"))
+    step = property(attrgetter("_context.step"))
+    step_in_progress = property(attrgetter("_context.step_in_progress"))
+    shows_generation = property(attrgetter("_context.shows_generation"))
+
+    @property
+    def epoch(self) -> Any:
+        """The epoch; None if it is not known."""
+        return self._context.known("epoch")
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether observing probes see nothing: the loop validates, or the model generates."""
+        context = self._context
+        return context.evaluating or (context.generating and not context.shows_generation)
+
+
 def norm_or_error(compute: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
     """Return a norm that hooks ask for later, or the error for them: it does not stop the loop."""
     try:
@@ -274,6 +290,25 @@ def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         for parameter in group["params"]
         if parameter.grad is not None
     ]
+
+
+Versions = tuple[tuple[int, int], ...]
+"""For each gradient the tensor's id, and how often it was changed in place."""
+
+
+def gradient_versions(optimizer: torch.optim.Optimizer) -> Versions:
+    """Return a value that differs after a gradient was changed in place or replaced."""
+    return tuple(
+        (id(g), g._version) if type(g) is torch.Tensor else version_of(g)  # a call takes longer
+        for g in gradients_of(optimizer)
+    )
+
+
+def version_of(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return a gradient's entry in `Versions`; FSDP2 adds to the local part of a sharded one."""
+    if type(gradient) is torch.Tensor:
+        return id(gradient), gradient._version
+    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
 
 
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad

@@ -6,6 +6,7 @@ the loop what happens. Whatever any training run needs is here, or in an object 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -24,10 +25,9 @@ from hookline.dispatch.failures import HookFailure
 from hookline.errors import HooklineError
 from hookline.interrupts import HeldInterrupts
 from hookline.loop.control_requests import ControlRequests
-from hookline.loop.event_context import EventContext
-from hookline.loop.loop_probes import LoopProbes
+from hookline.loop.event_context import EventContext, ProbeView
 from hookline.loop.loop_state import LoopState, SavedAttributes
-from hookline.loop.processes import OneProcess, is_main_process
+from hookline.loop.processes import SingleProcessGroup, is_main_process
 from hookline.loop.rank_sync import RankSync
 from hookline.loop.record import Record
 from hookline.printable import printable_message
@@ -36,8 +36,7 @@ from hookline.tensors.observation import Observation
 if TYPE_CHECKING:
     from hookline.config.trainer_config import CheckpointConfig
     from hookline.loop.checkpoints import Checkpoints
-
-__all__ = ["Agreed", "Loop", "Phase", "announce", "loop_of", "processes_of"]
+    from hookline.probes.sync import ProbeSync
 
 log = logging.getLogger("hookline")
 
@@ -74,7 +73,7 @@ class Loop:
         is_sharded: whether each of them has a part of the parameters.
 
     Attributes:
-        probes: attaches probes to the model as they are toggled.
+        probes: attaches probes to the model as they are toggled; None if there are none.
         requests: what hooks and users ask of the loop.
         ranks: one process, or several.
         state: what a checkpoint has apart from the weights.
@@ -94,14 +93,14 @@ class Loop:
         attributes: SavedAttributes,
         weights: Callable[[], Mapping[str, Any]],
         no_folder: HooklineError,
-        processes: OneProcess | None = None,
+        processes: SingleProcessGroup | None = None,
         is_sharded: bool = False,
     ) -> None:
         self.context, self.hooks, self.record = context, hooks, record
         self.attributes = attributes
         self.requests = ControlRequests(settings.grace_seconds)
-        self.probes = LoopProbes(hooks, context)
-        self.ranks = RankSync(processes or OneProcess(), hooks, context)
+        self.probes: ProbeSync | None = None
+        self.ranks = RankSync(processes or SingleProcessGroup(), hooks, context)
         self.state = LoopState(context, hooks, record, attributes)
         self.phase = Phase.IDLE
         self.is_sharded = is_sharded
@@ -138,26 +137,39 @@ class Loop:
                 self.watch()
             self.sync_probes()
         is_ending = self._checkpoints is not None and self._checkpoints.is_serving_end
-        if not self.ranks.is_alone and (self.phase is not Phase.IDLE or is_ending):
+        if self.ranks.is_distributed and (self.phase is not Phase.IDLE or is_ending):
             self.ranks.hooks_toggled = True
         self.record.hooks_changed(self.context.step, self.hooks.describe())
 
     def _hook_failed(self, failure: HookFailure) -> None:
         self.record.hook_failed(self.context.step, failure)
 
-    def end_step_of_probes(self) -> None:
+    def end_step_of_probes(self, probes: ProbeSync) -> None:
         """End a step for the probes, and apply toggles of edits that waited for it."""
-        self.probes.end_step()
-        if self.probes.is_waiting:
+        probes.end_step()
+        if probes.waiting:
             self.sync_probes(at_boundary=True)
 
     def sync_probes(self, *, at_boundary: bool = False) -> None:
-        """Attach the probes that are enabled to the model, and detach the others."""
-        is_attached = self.phase is not Phase.IDLE
-        within_step = self.phase is Phase.IN_STEP and not at_boundary
-        self.probes.sync(is_attached=is_attached, within_step=within_step)
-        if self.probes.is_waiting:
-            self.requests.wake()
+        """Attach the probes that are enabled to the model, and detach the others.
+
+        Within a step, edits wait: a backward may follow.
+        """
+        if self.probes is None and self.hooks.of_kind("probe"):
+            from hookline.probes.sync import ProbeSync  # most loops have no probes
+
+            self.probes = ProbeSync(self.hooks, self.context.model, ProbeView(self.context))
+        if self.probes is not None:
+            within_step = self.phase is Phase.IN_STEP and not at_boundary
+            self.probes.sync(is_running=self.phase is not Phase.IDLE, within_step=within_step)
+            if self.probes.waiting:
+                self.requests.wake()
+
+    def close_probes(self) -> None:
+        """Remove all hooks of the probes from the model; what they have captured stays."""
+        probes, self.probes = self.probes, None
+        if probes is not None:
+            probes.close()
 
     # -- the model's calls ------------------------------------------------------------------------
 
@@ -247,7 +259,7 @@ class Loop:
         )
         if saved:
             self.checkpoints.share_saved()
-        if toggled and not ranks.is_alone:
+        if toggled and ranks.is_distributed:
             ranks.apply_toggles()
         return Agreed(stop, save, signal)
 
@@ -311,7 +323,8 @@ class Loop:
         """Call no hook and write nothing any more: the parent of this forked process trains."""
         self.is_forked = True
         self.hooks.silence()
-        self.probes.silence()
+        if self.probes is not None:
+            self.probes.silence()
         self.record.leave()
         self._checkpoints = None
         if self.on_fork is not None:
@@ -345,10 +358,36 @@ def loop_of(trainer: Any) -> Loop | None:
     return loop if isinstance(loop, Loop) else None
 
 
-def processes_of(trainer: Any) -> OneProcess:
+def processes_of(trainer: Any) -> SingleProcessGroup:
     """Return the processes that train together, of what hooks get as `trainer`."""
     loop = loop_of(trainer)
-    return OneProcess() if loop is None else loop.ranks.processes
+    return SingleProcessGroup() if loop is None else loop.ranks.processes
+
+
+def report_checkpoint(
+    context: EventContext,
+    hooks: HookManager,
+    record: Record,
+    path: Any,
+    *,
+    step: int,
+    epoch: int | None,
+    tokens_seen: int | None,
+) -> None:
+    """Tell the run and the hooks that a checkpoint of this step is complete and durable.
+
+    Training may be steps ahead of it.
+    """
+    record.event("checkpoint", path=str(path), step=step, tokens_seen=tokens_seen)
+    if hooks.dispatchers.on_checkpoint_save is not None:
+        at_save = copy.copy(context)
+        at_save.step, at_save.checkpoint_path = step, path
+        at_save.provide("epoch", epoch)
+        hooks.dispatchers.on_checkpoint_save(at_save)
+    for _, hook, is_enabled in hooks.of_kind("loop"):
+        saved = getattr(hook, "checkpoint_saved", None)
+        if saved is not None and not is_enabled:  # it has to know of its own when it is enabled
+            saved(str(path))
 
 
 def announce(text: str, say: Callable[[str], None] | None = None) -> None:

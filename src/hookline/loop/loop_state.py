@@ -26,7 +26,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
 from hookline.loop.event_context import EventContext
 from hookline.loop.means import add_means
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.record import Record
 from hookline.loop.state_differences import (
     compare_optimizers,
@@ -39,16 +39,6 @@ from hookline.tensors.sharded import is_sharded, shard_like
 
 if TYPE_CHECKING:
     from hookline.checkpoint import Checkpoint
-
-__all__ = [
-    "LoopState",
-    "SavedAttributes",
-    "StateItem",
-    "adapt_means",
-    "adapt_tokens",
-    "load_optimizer",
-    "load_weights",
-]
 
 
 @dataclass(frozen=True)
@@ -71,7 +61,7 @@ class StateItem:
     name: str
     save: Callable[[], Any]
     load: Callable[[Any], Any] | None = None
-    adapt: Callable[[Sequence[Any], OneProcess], Any] | None = None
+    adapt: Callable[[Sequence[Any], SingleProcessGroup], Any] | None = None
     compare: Callable[[Any], list[str] | dict[int, list[str]]] | None = None
     is_required: bool = False
 
@@ -80,9 +70,6 @@ class LoopState:
     """All that a checkpoint has of a loop, apart from the weights.
 
     Attributes:
-        optimizers: the optimizers.
-        schedulers: the learning-rate schedulers.
-        scaler: what scales the loss; None without.
         best_accuracy: the best `val/accuracy` so far.
         restored_position: where the metrics log stood in the checkpoint that was loaded.
         overrides: states to save instead of those that items have now.
@@ -137,18 +124,9 @@ class LoopState:
             StateItem("step", lambda: context.step, self._load_step),
             StateItem("means", lambda: context.means.state_dict(), self._load_means, adapt_means),
             StateItem(
-                "tokens_seen", lambda: context.known("tokens_seen"), self._load_tokens, adapt_tokens
+                "best_accuracy", lambda: self.best_accuracy, partial(setattr, self, "best_accuracy")
             ),
-            StateItem(
-                "best_accuracy",
-                lambda: self.best_accuracy,
-                partial(setattr, self, "best_accuracy"),
-            ),
-            StateItem(
-                "run",
-                lambda: self.record.position(),
-                partial(setattr, self, "restored_position"),
-            ),
+            StateItem("run", self.record.position, partial(setattr, self, "restored_position")),
         ]
 
     @property
@@ -178,7 +156,7 @@ class LoopState:
             return dict
         return partial(decode, tree, encoder.tensors)
 
-    def adapt(self, state: dict[str, Any], processes: OneProcess) -> None:
+    def adapt(self, state: dict[str, Any], processes: SingleProcessGroup) -> None:
         """Replace, in a saved state, what each rank has of its own by that of this rank."""
         own = [item for item in self._items if item.adapt is not None]
         alone = {item.name: state.get(item.name) for item in own}
@@ -226,7 +204,7 @@ class LoopState:
         self,
         checkpoint: Checkpoint,
         model: torch.nn.Module,
-        processes: OneProcess,
+        processes: SingleProcessGroup,
         *,
         what: str,
         advice: str,
@@ -341,20 +319,10 @@ class LoopState:
     def _load_means(self, state: Any) -> None:
         self._context.means.load_state_dict(state)
 
-    def _load_tokens(self, tokens: int | None) -> None:
-        if tokens is not None:
-            self._context.provide("tokens_seen", tokens)
 
-
-def adapt_means(saved: Sequence[Any], processes: OneProcess) -> Any:
+def adapt_means(saved: Sequence[Any], processes: SingleProcessGroup) -> Any:
     """Return the sums of all ranks in rank 0, and nothing in the others."""
     return add_means(saved) if processes.is_main else {}
-
-
-def adapt_tokens(saved: Sequence[int | None], processes: OneProcess) -> int | None:
-    """Return the tokens of this rank, so that all ranks together have as many as before."""
-    known = [tokens for tokens in saved if tokens is not None]
-    return sum(known) // processes.size if len(known) == len(saved) else None
 
 
 class SavedAttributes:

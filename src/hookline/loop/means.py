@@ -9,8 +9,6 @@ import torch
 
 from hookline.context import LazyFloat, to_float
 
-__all__ = ["Means", "add_means"]
-
 _MAX_KEPT = 256  # tensors are kept up to this number, and then summed
 
 

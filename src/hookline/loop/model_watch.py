@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
@@ -19,23 +19,13 @@ from hookline.errors import TrainingError
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.module_classes import is_fsdp_module
 
-__all__ = [
-    "CalledModules",
-    "ModelCallback",
-    "ModelGroup",
-    "ModelWatch",
-    "active_dynamo",
-    "check_supported",
-    "keep_out_of_graphs",
-]
-
 
 class ModelGroup(torch.nn.ModuleList):
     """Several models that one loop trains, such as a generator and a discriminator."""
 
 
 @dataclass(frozen=True)
-class CalledModules:
+class ForwardTargets:
     """The modules that a loop calls, where these are not the model itself.
 
     Attributes:
@@ -102,6 +92,18 @@ def _nothing(*args: Any) -> None:
     """Do nothing."""
 
 
+class ForwardListener(Protocol):
+    """Called around a model's outermost calls."""
+
+    def before_forward(self) -> None:
+        """Handle a call that begins."""
+        ...
+
+    def after_forward(self, outputs: Any) -> None:
+        """Handle a call that has returned."""
+        ...
+
+
 class ModelWatch:
     """Calls back when a model's outermost call begins and returns.
 
@@ -111,23 +113,22 @@ class ModelWatch:
         calls_seen: how many calls there were.
         thread: the thread of the latest call, where calls are only counted.
         is_paused: whether calls of the model are not those of the loop.
+        listener: what is called.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        before_forward: Callable[[], None],
-        after_forward: Callable[[Any], None],
-        called: CalledModules | None = None,
+        listener: ForwardListener,
+        called: ForwardTargets | None = None,
     ) -> None:
         self.model = model
-        self._called = called or CalledModules()
+        self._called = called or ForwardTargets()
         self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
         self.thread: int | None = None
         self.is_paused = False
-        self._before_forward = before_forward
-        self._after_forward = after_forward
+        self.listener = listener
         self._handles: list[RemovableHandle] = []
         self._sees = (False, False)
         self._depth = 0
@@ -189,7 +190,7 @@ class ModelWatch:
         if self._depth == 1:
             self._raised = sys.exc_info()[1]  # a loop may call the model while handling an error
             self.calls_seen += 1
-            self._before_forward()
+            self.listener.before_forward()
 
     def _after(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
         if self._depth == 0 or _task_id() != -1:
@@ -197,7 +198,7 @@ class ModelWatch:
         self._depth -= 1
         if self._depth == 0 and sys.exc_info()[1] is self._raised:
             self._raised = None
-            self._after_forward(outputs)
+            self.listener.after_forward(outputs)
 
     def _returned(self, module: torch.nn.Module, args: Any, outputs: Any) -> None:
         """Count a call; calls of the model within itself do not matter here."""

@@ -25,8 +25,6 @@ from hookline.tensors.timing import Timestamp, elapsed_ms, is_over, record_time,
 if TYPE_CHECKING:
     from hookline.runs.run import Run
 
-__all__ = ["PHASES", "LoopMonitor", "PhaseClock", "PhaseTimes"]
-
 PHASES = (
     *("data", "forward", "backward", "optimizer"),
     *("hooks", "validation", "checkpoints", "other"),
@@ -38,14 +36,11 @@ _HOST_SECONDS, _DEVICE_SECONDS = 7e-6, 40e-6  # what timing a batch takes
 
 # In which phase an event is fired; other events are fired between phases.
 _PHASE_OF_EVENT = {
-    **dict.fromkeys(
-        ("on_train_batch_start", "on_before_forward", "forward", "on_after_forward"), "forward"
-    ),
-    "on_before_backward": "forward",
-    "on_after_backward": "backward",
+    **dict.fromkeys(("on_train_batch_start", "on_before_forward", "forward"), "forward"),
+    **dict.fromkeys(("on_after_forward", "on_before_backward"), "forward"),
+    **{"on_after_backward": "backward", "on_step_skipped": "optimizer"},
     **dict.fromkeys(("on_gradients_ready", "update", "on_gradient_clip"), "optimizer"),
     **dict.fromkeys(("on_before_optimizer_step", "on_after_optimizer_step"), "optimizer"),
-    "on_step_skipped": "optimizer",
     **dict.fromkeys(("on_validation_start", "on_validation_end"), "validation"),
     **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), "validation"),
     "on_checkpoint_save": "checkpoints",

@@ -22,21 +22,11 @@ from hookline.arguments import show_value
 from hookline.errors import LoopError, TrainingError
 from hookline.loop.torchrun import report_error, report_uncaught_errors
 
-__all__ = [
-    "OneProcess",
-    "ProcessGroup",
-    "broadcast_from_main",
-    "is_main_process",
-    "join_processes",
-    "local_rank",
-    "world_size",
-]
-
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)  # one process may save or validate while the others wait
 
 
-class OneProcess:
+class SingleProcessGroup:
     """A process that trains alone; `ProcessGroup` has the same methods for several of them."""
 
     rank = 0
@@ -100,7 +90,7 @@ class OneProcess:
             dist.destroy_process_group()
 
 
-class ProcessGroup(OneProcess):
+class ProcessGroup(SingleProcessGroup):
     """Several processes, in torch's default process group.
 
     Args:
@@ -210,14 +200,14 @@ def _variable(name: str, default: int, least: int = 0) -> int:
     )
 
 
-def join_processes(device: torch.device) -> OneProcess:
+def join_processes(device: torch.device) -> SingleProcessGroup:
     """Join the process group that torchrun or the script has started; alone if there is none.
 
     Raises:
         TrainingError: WORLD_SIZE says that there are several processes, and they cannot be joined.
     """
     if world_size() == 1:
-        return OneProcess()
+        return SingleProcessGroup()
     started_here = not dist.is_initialized()
     if started_here:
         if missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]:

@@ -18,20 +18,6 @@ _END = object()
 _MT19937_LENGTH = 624
 _HOLDERS = ("dataset", "sampler", "batch_sampler", "base_dataloader")  # of loaders and samplers
 
-__all__ = [
-    "describe_failure",
-    "describe_generators",
-    "describe_random_state",
-    "draw_apart",
-    "generator_state",
-    "generators_of",
-    "is_same_state",
-    "random_state",
-    "restore_random_state",
-    "seed_everything",
-    "set_generator_state",
-]
-
 
 def seed_everything(seed: int) -> None:
     """Seed Python, numpy (if it is imported) and torch, on all devices."""
@@ -182,11 +168,7 @@ def _inner_holders(name: str, value: Any) -> Iterator[Any]:
     if name.lstrip("_") in _HOLDERS or isinstance(value, Sampler | Dataset):
         yield value
     elif isinstance(value, list | tuple) and value and isinstance(value[0], Sampler | Dataset):
-        yield from _items(value)
-
-
-def _items(values: Sequence[Any]) -> Iterator[Any]:
-    return (value for value in values if isinstance(value, Sampler | Dataset))
+        yield from (each for each in value if isinstance(each, Sampler | Dataset))
 
 
 def describe_random_state(state: Any) -> list[str]:

@@ -20,7 +20,7 @@ from hookline.dispatch import HookManager, Schedule
 from hookline.errors import LoopError
 from hookline.loop.event_context import EventContext
 from hookline.loop.means import Means, add_means
-from hookline.loop.processes import OneProcess, ProcessGroup
+from hookline.loop.processes import ProcessGroup, SingleProcessGroup
 from hookline.tensors.barrier import barrier_with_timeout
 from hookline.tensors.memory import device_peak_mb
 from hookline.tensors.name_patterns import module_places
@@ -28,17 +28,6 @@ from hookline.tensors.sharded import needs_collective
 
 if TYPE_CHECKING:
     from hookline.loop.rank_watch import RankWatch
-
-__all__ = [
-    "NormSchedule",
-    "RankMetrics",
-    "RankSync",
-    "StepRecords",
-    "is_sharded_loop",
-    "join_ranks",
-    "trains_together",
-    "wait_for_ranks",
-]
 
 log = logging.getLogger("hookline")
 
@@ -57,14 +46,16 @@ class RankSync:
     """Keeps hooks, records and means of all ranks together.
 
     Attributes:
-        is_alone: whether no other process takes part.
+        is_distributed: whether other processes take part.
         hooks_toggled: whether hooks were toggled in this process since all of them agreed.
         records: the values of steps, for means over all ranks.
     """
 
-    def __init__(self, processes: OneProcess, hooks: HookManager, context: EventContext) -> None:
+    def __init__(
+        self, processes: SingleProcessGroup, hooks: HookManager, context: EventContext
+    ) -> None:
         self.processes = processes
-        self.is_alone = processes.size == 1
+        self.is_distributed = processes.size > 1
         self.hooks_toggled = False
         self.records = StepRecords(processes)
         self._hooks, self._context = hooks, context
@@ -128,7 +119,7 @@ class RankSync:
 
     def means(self, means: Means) -> dict[str, Any]:
         """Return means over all processes, which all have to call this."""
-        if self.is_alone:
+        if not self.is_distributed:
             return means.means()
         added = add_means(self.processes.gather(means.state_dict()))
         return {name: one["mean"] for name, one in added.items()}
@@ -163,7 +154,7 @@ class RankSync:
         )
 
     def _begin_together(self, purpose: str, seconds: float, warning: str) -> bool:
-        if self.is_alone or purpose in self._not_together:
+        if not self.is_distributed or purpose in self._not_together:
             return False
         missing = barrier_with_timeout(purpose, range(self.processes.size), seconds)
         if missing:
@@ -173,7 +164,7 @@ class RankSync:
 
     def end_together(self, run: Any) -> bool:
         """Record what remains; return whether all processes end their sessions now."""
-        if self.is_alone:
+        if not self.is_distributed:
             return False
         if not dist.is_initialized():
             why = "The process group was destroyed before the session has ended"
@@ -222,7 +213,7 @@ class NormSchedule:
     for it. In a step in which one of these is due, all processes compute it.
     """
 
-    def __init__(self, hooks: HookManager, processes: OneProcess) -> None:
+    def __init__(self, hooks: HookManager, processes: SingleProcessGroup) -> None:
         own = {event: hooks.schedules_of(event, _NORM_ARGUMENTS) for event in _NORM_EVENTS}
         self._schedules: list[Mapping[str, Schedule]] = [
             schedules for one in processes.gather(own) for schedules in one.values() if schedules
@@ -255,7 +246,7 @@ class StepRecords:
     for the device.
     """
 
-    def __init__(self, processes: OneProcess) -> None:
+    def __init__(self, processes: SingleProcessGroup) -> None:
         self._processes = processes
         self._values: list[tuple[int, int | None, str, Any]] = []
 
@@ -287,13 +278,13 @@ class StepRecords:
     def report_own(self, run: Any) -> int:
         """Record the values of this process alone; return of how many steps."""
         steps = len({step for step, *_ in self._values})
-        self._record(run, OneProcess(), {}, (0, 0))
+        self._record(run, SingleProcessGroup(), {}, (0, 0))
         return steps
 
     def _record(
         self,
         run: Any,
-        processes: OneProcess,
+        processes: SingleProcessGroup,
         own_values: Mapping[str, float],
         at: tuple[int, int],
     ) -> None:

@@ -21,9 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hookline.loop.processes import OneProcess
-
-__all__ = ["STAGES", "RankWatch"]
+from hookline.loop.processes import SingleProcessGroup
 
 log = logging.getLogger("hookline")
 
@@ -57,7 +55,7 @@ class RankWatch:
 
     def __init__(
         self,
-        processes: OneProcess,
+        processes: SingleProcessGroup,
         after: float,
         place: Callable[[], tuple[int, int, int]],
         report: Callable[..., None],
@@ -97,10 +95,8 @@ class RankWatch:
             log.debug("The watch over the ranks has ended.", exc_info=True)
 
     def _read(self) -> None:
-        known = [r for r, seen in self._seen.items() if seen.beat >= 0]
-        known += [
-            r for r, seen in self._seen.items() if seen.beat < 0 and self._store.check([str(r)])
-        ]
+        seen_ranks = self._seen.items()
+        known = [r for r, seen in seen_ranks if seen.beat >= 0 or self._store.check([str(r)])]
         values = self._store.multi_get([str(rank) for rank in known])
         now = monotonic()
         for rank, value in zip(known, values, strict=True):

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
 
-__all__ = ["Record"]
-
 log = logging.getLogger("hookline")
 
 _ALWAYS_RECORDED = 20  # failures of a hook, or skipped steps; then the 100th, 1000th, …
@@ -45,6 +43,7 @@ class Record:
         trackers: the trackers of the loop, a `TrackerSet`; None if it has none.
 
     Attributes:
+        is_wanted: whether values are recorded in a run or in trackers, by the first rank.
         run: the run; None without one, and after it has ended.
         sink: what values are logged to: the run, or one that is for trackers only.
         phases: the time of each phase, which is measured if there is a run.
@@ -53,6 +52,7 @@ class Record:
 
     def __init__(self, root: str | os.PathLike[str] | Run | None, trackers: Any = None) -> None:
         self._root, self._trackers = root, trackers
+        self.is_wanted = root is not None or trackers is not None
         self.run: Run | None = None
         self.sink: Run | None = None
         self.phases = PhaseTimes()
@@ -62,11 +62,6 @@ class Record:
         self._hook_statuses: dict[str, str] = {}  # as they were written last
         self._counts = Counter[str]()
         self._warned_of_loss = False
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether values are recorded in a run or in trackers, by the first rank."""
-        return self._root is not None or self._trackers is not None
 
     # -- the start --------------------------------------------------------------------------------
 
@@ -299,6 +294,7 @@ class Record:
     def leave(self) -> None:
         """Record nothing any more, and leave the run open: another process writes it."""
         self.run = self.sink = self._trackers = self._root = self._monitor = None
+        self.is_wanted = False
         self.phases = PhaseTimes()
 
     def problem(self) -> str | None:

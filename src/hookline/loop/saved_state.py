@@ -18,13 +18,6 @@ from hookline.checkpoint import Checkpoint
 from hookline.errors import CheckpointError, HooklineError
 from hookline.printable import message_lines, printable
 
-__all__ = [
-    "check_host_state",
-    "check_session_state",
-    "check_trainer_state",
-    "reported_damage",
-]
-
 _MAX_SHOWN = 10
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]

@@ -11,8 +11,6 @@ from typing import Any, Self
 from hookline.interrupts import find_active_handler, is_main_thread
 from hookline.loop.control_requests import ControlRequests
 
-__all__ = ["HeldTermination", "SignalWatch", "TerminationWatch"]
-
 
 class SignalWatch:
     """While the block runs, a signal is only noted in the loop's requests.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -16,26 +16,17 @@ from hookline.loop.random_state import describe_failure
 from hookline.printable import printable
 from hookline.tensors.sharded import local, shard_like
 
-__all__ = [
-    "compare_optimizers",
-    "compare_scaler",
-    "compare_schedulers",
-    "describe_hook_states",
-]
-
 _MAX_SHOWN = 5
-_ADAM = {"step", "exp_avg", "exp_avg_sq"}
-_STATE_KEYS = {  # what the optimizers of torch have for each parameter after a step
-    **{"Adam": _ADAM, "AdamW": _ADAM, "RAdam": _ADAM, "NAdam": {*_ADAM, "mu_product"}},
-    **{"Adamax": {"step", "exp_avg", "exp_inf"}, "Adagrad": {"step", "sum"}},
-    **{"Adadelta": {"step", "square_avg", "acc_delta"}, "RMSprop": {"step", "square_avg"}},
-    **{"Rprop": {"step", "prev", "step_size"}, "ASGD": {"step", "eta", "mu", "ax"}, "SGD": set()},
+_TRIED = {  # optimizers of torch whose next step can be tried with a saved state
+    *("Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adagrad", "Adadelta"),
+    *("RMSprop", "Rprop", "ASGD", "SGD"),
 }
 _DIVISORS = {
     *("step_size", "step_ratio", "total_steps", "total_size"),
     *("T_max", "T_0", "T_i", "T_mult"),
 }
 _PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
+_CHECKED = ("a number", "a list")
 _SCALARS = ("step", "mu_product", "eta", "mu")
 _INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -105,7 +96,7 @@ def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[st
     lines = list(_describe_groups(optimizer, saved))
     if type(optimizer).__module__.startswith("torch.optim"):
         lines += _describe_parameter_states(optimizer, saved)
-        if not lines and type(optimizer).__name__ in _STATE_KEYS:
+        if not lines and type(optimizer).__name__ in _TRIED:
             lines += describe_failure("its state", partial(_try_step, optimizer, saved))
     yield from lines
 
@@ -122,22 +113,20 @@ def _describe_groups(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         for key in options.keys() & group.keys():
             if isinstance(group[key], torch.Tensor) and not isinstance(options[key], torch.Tensor):
                 yield f"group {index}: '{printable(key, 40)}' is a tensor only in the checkpoint"
-            elif not _is_in_range(key, group[key]):
+            elif not _is_usable(group[key]):
                 yield f"group {index}: '{printable(key, 40)}' is {printable(group[key], 40)}"
         decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
         if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
             yield f"group {index} has another weight decay (Adam's or AdamW's)"
 
 
-def _is_in_range(key: str, value: Any) -> bool:
-    """Return whether a number can be an option of an optimizer; other values are not checked."""
-    if isinstance(value, (list, tuple)):
-        return all(_is_in_range(key, one) for one in value)
-    if type(value) not in (int, float):
-        return True
-    if type(value) is int and abs(value) >= _INT64_LIMIT:
-        return False
-    return bool(0 <= value <= 1 if key == "betas" else abs(value) <= _FLOAT32_MAX)
+def _is_usable(value: Any) -> bool:
+    """Return whether a number, or each one of a list, is finite, and not too large for torch."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_usable, value))
+    if type(value) is int:
+        return abs(value) < _INT64_LIMIT
+    return type(value) is not float or abs(value) <= _FLOAT32_MAX
 
 
 def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -149,18 +138,11 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
     if len(set(indices)) != len(indices):
         yield "a parameter is in two groups"
     shapes = dict(zip(indices, parameters, strict=True))
-    required = _STATE_KEYS.get(type(optimizer).__name__)
     for index, values in saved["state"].items():
         if type(index) is not int or index not in shapes or not isinstance(values, dict):
             yield f"the state of parameter {printable(index, 40)} is not valid"
             continue
-        if required is None:
-            continue
-        present = {key for key, value in values.items() if value is not None}
-        missing = required - present if values else ()
-        if missing:
-            yield f"the state of parameter {index} has no '{min(missing)}'"
-        for key, value in values.items():
+        for key, value in values.items() if type(optimizer).__name__ in _TRIED else ():
             if not _fits(key, value, shapes[index]):
                 yield f"'{printable(key, 40)}' of parameter {index} does not have its shape"
 
@@ -179,7 +161,8 @@ def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
     for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         chosen: dict[tuple[str, ...], tuple[int, Any]] = {}
         for index, parameter in zip(group["params"], own["params"], strict=False):
-            names = tuple(sorted(saved["state"].get(index, {})))
+            values = saved["state"].get(index, {})
+            names = tuple(sorted(key for key, value in values.items() if value is not None))
             if names not in chosen or parameter.numel() < chosen[names][1].numel():
                 chosen[names] = index, parameter
         own_parts = [local(parameter.detach()) for _, parameter in chosen.values()]
@@ -189,6 +172,7 @@ def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
         tried.append({"params": copies})
         groups.append({**group, "params": [index for index, _ in chosen.values()]})
         groups[-1].pop("param_names", None)
+        _construct(type(optimizer), copies, group)
         for index, parameter in chosen.values():
             if index in saved["state"]:
                 states[index] = _local_states(saved["state"][index], parameter)
@@ -196,6 +180,17 @@ def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
     trial.load_state_dict(copy.deepcopy({"state": states, "param_groups": groups}))
     step: Any = type(trial).step
     getattr(step, "__wrapped__", step)(trial)  # unseen by the hooks of all optimizers
+
+
+def _construct(kind: Any, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+    """Let torch's constructor check the numbers of a saved group, such as `betas` below 0.
+
+    It accepts no learning rate below 0, which a scheduler may have set.
+    """
+    accepted = inspect.signature(kind).parameters.keys() - {"params", "lr"}
+    options = {key: group[key] for key in accepted & group.keys()}
+    numbers = {key: value for key, value in options.items() if _kind(value) in _CHECKED}
+    kind(parameters, lr=0.1, **numbers)
 
 
 def _local_states(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
@@ -230,17 +225,10 @@ def _describe_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[st
     for key in own.keys() & saved.keys():
         name, value = printable(key, 40), saved[key]
         is_zero = type(value) in (int, float) and value <= 0
-        if (_is_finite(own[key]) and not _is_finite(value)) or (is_zero and key in _DIVISORS):
+        if (_is_usable(own[key]) and not _is_usable(value)) or (is_zero and key in _DIVISORS):
             yield f"'{name}' is {printable(value, 40)}"
         elif key in _PER_GROUP and isinstance(value, list) and len(value) != len(own[key]):
             yield f"'{name}' has {len(value)} values in the checkpoint and {len(own[key])} here"
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a number, or each one of a list, is finite; other values count as finite."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_finite, value))
-    return type(value) is not float or math.isfinite(value)
 
 
 def _describe_kinds(saved: Any, here: Any) -> list[str]:

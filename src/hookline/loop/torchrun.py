@@ -8,8 +8,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-__all__ = ["describe_launch", "is_first_failure", "report_error", "report_uncaught_errors"]
-
 _CONNECT = timedelta(seconds=5)
 _reported: list[str] = []  # the files that the first error of this process was written to
 

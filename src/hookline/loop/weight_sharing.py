@@ -14,8 +14,6 @@ from torch.nn.parameter import is_lazy
 from hookline.errors import TrainingError
 from hookline.tensors.sharded import is_sharded
 
-__all__ = ["BufferSharing", "share_buffers", "share_weights"]
-
 _BYTES = 250 * 1024 * 1024  # of tensors that are sent at once, as DDP has it
 
 

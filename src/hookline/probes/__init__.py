@@ -10,56 +10,45 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.probes.call import Call
-    from hookline.probes.capture import Calls, Capture, NotCapturedError, ProbeResults
-    from hookline.probes.captured_state import CapturedState
-    from hookline.probes.debug_probe import Debug, DebugProbe, Finding
-    from hookline.probes.edit import Edit
-    from hookline.probes.flow import Flow, GradientFlow, gradient_flow
-    from hookline.probes.hook_manager import HookManager, ProbeInfo, Probes
-    from hookline.probes.monitor import Monitor
-    from hookline.probes.probe import Probe
-    from hookline.probes.store import Counts, Store, StoreFullError
-    from hookline.probes.taps import tap
+    from hookline.probes.call import Call as Call
+    from hookline.probes.capture import Calls as Calls
+    from hookline.probes.capture import Capture as Capture
+    from hookline.probes.capture import NotCapturedError as NotCapturedError
+    from hookline.probes.capture import ProbeResults as ProbeResults
+    from hookline.probes.captured_state import CapturedState as CapturedState
+    from hookline.probes.debug_probe import Debug as Debug
+    from hookline.probes.debug_probe import DebugProbe as DebugProbe
+    from hookline.probes.debug_probe import Finding as Finding
+    from hookline.probes.edit import Edit as Edit
+    from hookline.probes.flow import Flow as Flow
+    from hookline.probes.flow import GradientFlow as GradientFlow
+    from hookline.probes.flow import gradient_flow as gradient_flow
+    from hookline.probes.hook_manager import HookManager as HookManager
+    from hookline.probes.hook_manager import ProbeInfo as ProbeInfo
+    from hookline.probes.hook_manager import Probes as Probes
+    from hookline.probes.monitor import Monitor as Monitor
+    from hookline.probes.probe import Probe as Probe
+    from hookline.probes.store import Counts as Counts
+    from hookline.probes.store import Store as Store
+    from hookline.probes.store import StoreFullError as StoreFullError
+    from hookline.probes.taps import tap as tap
 
-__all__ = [
-    "Call",
-    "Calls",
-    "Capture",
-    "CapturedState",
-    "Counts",
-    "Debug",
-    "DebugProbe",
-    "Edit",
-    "Finding",
-    "Flow",
-    "GradientFlow",
-    "HookManager",
-    "Monitor",
-    "NotCapturedError",
-    "Probe",
-    "ProbeInfo",
-    "ProbeResults",
-    "Probes",
-    "Store",
-    "StoreFullError",
-    "gradient_flow",
-    "tap",
+_MODULES = {
+    "call": ("Call",),
+    "capture": ("Calls", "Capture", "NotCapturedError", "ProbeResults"),
+    "captured_state": ("CapturedState",),
+    "debug_probe": ("Debug", "DebugProbe", "Finding"),
+    "edit": ("Edit",),
+    "flow": ("Flow", "GradientFlow", "gradient_flow"),
+    "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
+    "monitor": ("Monitor",),
+    "probe": ("Probe",),
+    "store": ("Counts", "Store", "StoreFullError"),
+    "taps": ("tap",),
+}
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    *(name for names in _MODULES.values() for name in names)
 ]
 
-__getattr__, __dir__ = lazy_exports(
-    __name__,
-    {
-        "call": ("Call",),
-        "capture": ("Calls", "Capture", "NotCapturedError", "ProbeResults"),
-        "debug_probe": ("Debug", "DebugProbe", "Finding"),
-        "edit": ("Edit",),
-        "flow": ("Flow", "GradientFlow", "gradient_flow"),
-        "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
-        "monitor": ("Monitor",),
-        "probe": ("Probe",),
-        "captured_state": ("CapturedState",),
-        "store": ("Counts", "Store", "StoreFullError"),
-        "taps": ("tap",),
-    },
-)
+__getattr__, __dir__ = lazy_exports(__name__, _MODULES)

@@ -26,7 +26,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import count
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -43,25 +42,25 @@ from hookline.tensors.observation import Observation
 if TYPE_CHECKING:
     from hookline.probes.probe import Probe
 
-__all__ = ["Attachment"]
-
 log = logging.getLogger("hookline")
 
 _in_transform = torch._C._are_functorch_transforms_active
-_WARNED: WeakSet[torch.nn.Module] = WeakSet()
-"""Models whose calls were not seen, as a warning has said: perhaps they were never called."""
+_WARNED: WeakSet[torch.nn.Module] = WeakSet()  # models that a warning about calls has named
+
+WHY_UNCALLED = (
+    "Probably it was not called as a module: its `.forward()` or another method was called "
+    "directly, a fused path was used instead (as by an attention layer in eval mode), or the "
+    "forward did not need it. Or the model was compiled and called before the probe was attached: "
+    "attach first, then compile, or call torch.compiler.reset() now."
+)
 
 
 class Attachment:
-    """One probe on some modules.
+    """One probe on some modules, by name.
 
-    Args:
-        probe: The probe.
-        sites: The modules, by name.
-        root: The model whose outermost call is one forward; None if each module is its own.
-        context: Has `step` and `epoch` in training; None elsewhere.
-        guard: Calls the probe's methods; a trainer's also isolates and counts failures.
-        taps: Names or globs of values in the model's code that the probe sees, too.
+    `root` is the model whose outermost call is one forward; None if each module is its own. The
+    context has `step` and `epoch` in training. `guard` calls the probe's methods; a trainer's also
+    isolates and counts failures.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Attachment:
         self.local = ThreadLocal()
         self._forward_numbers = count(1)
         self._boundaries: list[ForwardCallback] = []
-        self._warned_transform = self._warned_uncalled = False
+        self._warned_transform = self._checked_calls = False
 
     def enable(self) -> None:
         """Let the probe see calls from now on; if that fails, the model is as before."""
@@ -141,9 +140,9 @@ class Attachment:
     def close(self) -> None:
         """Remove all hooks."""
         with HeldInterrupts():
-            outside = self.enabled and self.context is None
+            outside = self.enabled and self.context is None and self.sites
             if outside and self.root is not None and self.root not in _WARNED:
-                self._warn_model_not_called(self._uncalled_modules())
+                self.check_calls()
             self.disable()
             for site in self.sites.values():
                 site.detach()
@@ -171,10 +170,9 @@ class Attachment:
 
     def refresh(self) -> None:
         """Update the flag that compiled edits read."""
-        is_active = self.enabled and self.probe.is_active
-        if is_active != bool(self.flag):  # PyTorch raises if it changes before the backward
+        if self.enabled != bool(self.flag):  # PyTorch raises if it changes before the backward
             with torch._C._DisableFuncTorch():
-                self.flag.fill_(is_active)
+                self.flag.fill_(self.enabled)
 
     def must_stand_aside(self, name: str) -> bool:
         """Return whether a call is hidden from the probe: it is within a functional transform."""
@@ -242,8 +240,8 @@ class Attachment:
             self.taps.leave()
         if failed or not self.enabled:
             return
-        if not self._warned_uncalled:
-            self._warn_uncalled()
+        if not self._checked_calls:
+            self.check_calls()
         if self.probe.wants_forward_end:
             self.guard(self._forward_end)
 
@@ -283,20 +281,16 @@ class Attachment:
         """The calls that run now in this thread and whose start the probe saw, outermost first."""
         return [call for call, _ in self.local.state.calls]
 
-    def is_alone(self, module: torch.nn.Module | None) -> bool:
-        """Return whether the running call of a module is a forward of its own, outside of training.
+    def end_alone(self, module: torch.nn.Module | None) -> None:
+        """Handle the end of a call outside of the model's own call.
 
-        It is where it runs neither within the model's own call nor within another one that is seen.
+        Outside of training it is a forward of its own, unless another call that is seen runs it.
         """
-        if self.local.state.depth or self.context is not None:
-            return False
+        if not (self.enabled and self.probe.wants_forward_end and self.context is None):
+            return
         running = running_modules()
         seen = {id(site.module) for site in self.sites.values()} - {id(module)}
-        return running.count(id(module)) <= 1 and seen.isdisjoint(running)
-
-    def end_alone(self, module: torch.nn.Module | None) -> None:
-        """Handle the end of a call outside of the model's own call."""
-        if self.enabled and self.probe.wants_forward_end and self.is_alone(module):
+        if running.count(id(module)) <= 1 and seen.isdisjoint(running):
             self.guard(self._forward_end)
 
     # -- modules that no call was seen of ---------------------------------------------------------
@@ -313,67 +307,20 @@ class Attachment:
             uncalled = [site for site in uncalled if _has_forward(site.module)]
         return [site.name for site in uncalled]
 
-    def _warn_uncalled(self) -> None:
-        """Warn at the end of the model's first forward."""
-        self._warned_uncalled = True
-        template = "The probe '%s' saw no %s %s in the model's first forward. %s"
+    def check_calls(self) -> None:
+        """Warn, once, about modules and taps that no call was seen of."""
+        if self._checked_calls:
+            return
+        self._checked_calls = True
+        template = "The probe '%s' saw no %s %s. %s"
         if uncalled := self._uncalled_modules():
-            cause = self.explain_uncalled(uncalled)
-            log.warning(template, self.probe.probe_name, "call of", listed(uncalled), cause)
+            names = listed(uncalled)
+            log.warning(template, self.probe.probe_name, "call of", names, WHY_UNCALLED)
+            if self.root is not None:
+                _WARNED.add(self.root)
         if self.taps is not None and (unmatched := self.taps.unmatched):
             names = listed(unmatched)
             log.warning(template, self.probe.probe_name, "value named", names, self.taps.hint())
-
-    def warn_after_step(self) -> None:
-        """Warn at the end of a step of training in which the model's own call was not seen."""
-        self._warn_model_not_called(self.uncalled)
-
-    def _warn_model_not_called(self, uncalled: list[str]) -> None:
-        if self._warned_uncalled or not uncalled:
-            return
-        self._warned_uncalled = True
-        if self.root is not None:
-            _WARNED.add(self.root)
-        log.warning(
-            "The probe '%s' saw neither %s nor a call of the model itself. %s",
-            self.probe.probe_name,
-            listed(uncalled),
-            self.explain_uncalled(uncalled, model_called=False),
-        )
-
-    def explain_uncalled(self, uncalled: list[str], *, model_called: bool = True) -> str:
-        """Return a sentence on the likely reason why no call of these modules was seen."""
-        root = self.root
-        if root is not None and (
-            _is_compiled(root)
-            or _has_compiled_code(root)
-            or (not model_called and _may_be_compiled_by_wrapping(root))
-        ):
-            return (
-                "The model was compiled and called before the probe was attached. Attach first, "
-                "then compile; or call torch.compiler.reset() now."
-            )
-        if self._are_within_compiled(uncalled):
-            return "It was compiled before the probe was attached. Attach first, then compile."
-        if root is not None and not model_called:
-            return (
-                "Probably its `.forward()` or another method was called directly, which runs no "
-                "PyTorch hooks. Call modules as `model(x)`."
-            )
-        return (
-            "Probably it was not called as a module: a fused path was used instead (as by an "
-            "attention layer in eval mode), its `.forward()` was called directly, or this forward "
-            "did not need it."
-        )
-
-    def _are_within_compiled(self, uncalled: list[str]) -> bool:
-        sites, root = self.sites, self.root
-        uncalled_ids = {id(sites[name].module) for name in uncalled if name in sites}
-        attached = [site.module for site in sites.values() if site.module is not None]
-        return any(
-            _is_compiled(module) and any(id(inner) in uncalled_ids for inner in module.modules())
-            for module in (attached if root is None else root.modules())
-        )
 
 
 def _ignore(function: Callable[..., Any], *args: Any) -> None:
@@ -399,32 +346,3 @@ def _check_observer(probe: Probe, name: str) -> Callable[..., Any]:
 
 def _has_forward(module: torch.nn.Module | None) -> bool:
     return getattr(type(module), "forward", None) is not torch.nn.Module.forward
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl") is not None
-
-
-def _has_compiled_code(module: torch.nn.Module) -> bool:
-    """Return whether Dynamo has compiled a module's forward, for it or another of its class."""
-    code = getattr(module.forward, "__code__", None)
-    return code is not None and _has_cache_entries(code)
-
-
-def _may_be_compiled_by_wrapping(module: torch.nn.Module) -> bool:
-    """Return whether a model of one of PyTorch's own classes may have been compiled.
-
-    Dynamo compiles a frame that it puts around these, which all of them share.
-    """
-    wrap = getattr(sys.modules.get("torch._dynamo.external_utils"), "wrap_inline", None)
-    origin = getattr(type(module).forward, "__module__", None) or ""
-    if wrap is None or not origin.startswith("torch."):
-        return False
-    inner = [code for code in wrap.__code__.co_consts if isinstance(code, CodeType)]
-    return any(_has_cache_entries(code) for code in inner)
-
-
-def _has_cache_entries(code: CodeType) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    get_entries = getattr(dynamo, "_debug_get_cache_entry_list", None)
-    return get_entries is not None and bool(get_entries(code))

@@ -28,8 +28,6 @@ from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 if TYPE_CHECKING:
     from hookline.probes.attachment import Attachment
 
-__all__ = ["Call", "ForwardCallback", "Site", "ThreadLocal", "arrange_sites"]
-
 _graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
 _in_transform = torch._C._are_functorch_transforms_active
 
@@ -161,8 +159,6 @@ class Site:
         if self.paired:
             call, failed = state.pop(name, output)
             if failed:
-                if call is not None:
-                    probe.interrupted(call)
                 return None
         alone = not state.depth
         if recomputed:
@@ -285,9 +281,6 @@ class _NotCopied:
 
     is_hidden = True
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _do_nothing
-
     def __reduce__(self) -> Any:
         return _get_do_nothing, ()
 
@@ -325,8 +318,6 @@ class ModuleCallback(_NotCopied):
     def _trace_before(self, args: Any, kwargs: Any) -> Any:
         if self._wants_input:
             compiled.observe(compiled.find_tensors((args, kwargs)), self._number)
-        elif self._edit is not None and self._wants_before:
-            compiled.observe([], self._number)
         return self._trace_edit((args, kwargs)) if self._edits_input else None
 
     def _trace_after(self, output: Any) -> Any:

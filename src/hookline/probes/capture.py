@@ -22,21 +22,12 @@ from hookline.probes.call import Call
 from hookline.probes.captured_state import CapturedState, Check, LazyState
 from hookline.probes.extractor import By, TensorExtractor
 from hookline.probes.gradient_capture import OutputGradients
-from hookline.probes.module_selection import Which, aliases, clean_name
+from hookline.probes.module_selection import Which, aliases
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.store import Counts, Policy, Store
+from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.nested import tensors_in
-
-__all__ = [
-    "MAX_CAPTURED_STATES",
-    "Calls",
-    "Capture",
-    "NotCapturedError",
-    "ProbeResults",
-    "bytes_of",
-    "probe",
-]
 
 log = logging.getLogger("hookline")
 
@@ -499,9 +490,10 @@ def bytes_of(megabytes: float | None) -> int | None:
     """Return megabytes as bytes."""
     if megabytes is None:
         return None
-    if not 0 < megabytes <= _MAX_MEGABYTES:
+    is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
+    if not is_number or not 0 < megabytes <= _MAX_MEGABYTES:
         raise ConfigError(
-            f"memory_limit_mb is {show_value(megabytes)}; expected a number above 0 and of at most "
-            f"{_MAX_MEGABYTES}, or None for no limit."
+            f"memory_limit_mb is {show_value(megabytes)}; expected a number above 0, or None for "
+            "no limit."
         )
     return max(1, int(megabytes * 2**20))

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from hookline.printable import printable
 from hookline.tensors.memory import storages
-from hookline.tensors.nested import map_tensors, tensors_in
-
-__all__ = ["CONTENTS", "CapturedState", "Check", "LazyState", "shape_text"]
+from hookline.tensors.nested import tensors_in
 
 CONTENTS = ("input", "kwargs", "output", "gradient")
 """The fields that hold what was captured; the others say where and when."""
@@ -102,7 +100,6 @@ class CapturedState(Mapping[str, Any]):
 
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}
-_SLOTS: dict[str, Any] = {name: vars(CapturedState)[name] for name in CONTENTS}
 
 
 class LazyState(CapturedState):
@@ -114,36 +111,18 @@ class LazyState(CapturedState):
         self.checks: dict[str, Check] = {}
         super().__init__(*args, **fields)
 
+    def __getattribute__(self, name: str) -> Any:
+        if name in CONTENTS and name in self.checks:
+            self.checks[name]()
+        return super().__getattribute__(name)
+
     def contents(self) -> tuple[Any, ...]:
         """Return what was captured, without any checks."""
-        return tuple(slot.__get__(self) for slot in _SLOTS.values())
+        return tuple(super(LazyState, self).__getattribute__(name) for name in CONTENTS)
 
     def __reduce__(self) -> Any:
-        """Pickle and deep-copy as a plain state: the checks run now."""
+        """Pickle and copy as a plain state: the checks run now."""
         return CapturedState, tuple(self.values())
-
-    def __copy__(self) -> LazyState:
-        """Return a copy with the same tensors and the same checks."""
-        new = LazyState(**dict.fromkeys(self))
-        for name in self:
-            setattr(new, name, _SLOTS[name].__get__(self) if name in _SLOTS else self[name])
-        new.checks = dict(self.checks)
-        return new
-
-
-def _checked_property(name: str) -> property:
-    slot = _SLOTS[name]
-
-    def get(self: LazyState) -> Any:
-        if name in self.checks:
-            self.checks[name]()
-        return slot.__get__(self)
-
-    return property(get, slot.__set__)
-
-
-for _name in CONTENTS:
-    setattr(LazyState, _name, _checked_property(_name))
 
 
 def shape_text(tensor: Any) -> str:
@@ -154,20 +133,15 @@ def shape_text(tensor: Any) -> str:
     return f"{dtype}{list(tensor.shape)}"
 
 
-class _Shape:
-    """Takes the place of a tensor in a repr."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._text = shape_text(tensor)
-
-    def __repr__(self) -> str:
-        return self._text
-
-
 def _with_shapes(value: Any) -> str:
     """Return the repr of a value with shapes instead of tensors."""
-    try:
-        return repr(map_tensors(value, _Shape))
-    except Exception:  # the repr of an object may need its tensors
-        shapes = ", ".join(repr(_Shape(tensor)) for tensor in tensors_in(value))
-        return f"<{type(value).__name__} of {shapes}>"
+    if isinstance(value, Tensor):
+        return shape_text(value)
+    if type(value) in (tuple, list):
+        inside = ", ".join(map(_with_shapes, value))
+        one = "," if len(value) == 1 else ""
+        return f"[{inside}]" if type(value) is list else f"({inside}{one})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_with_shapes(v)}' for key, v in value.items())}}}"
+    shapes = ", ".join(map(shape_text, tensors_in(value)))
+    return f"<{type(value).__name__} of {shapes}>" if shapes else repr(value)

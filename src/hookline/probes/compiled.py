@@ -20,8 +20,6 @@ from typing import Any, cast
 import torch
 from torch.utils import _pytree
 
-__all__ = ["find_tensors", "listeners", "observe", "token"]
-
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NOT_OPENED = (*_ATOMS, Enum, type, torch.nn.Module, torch.optim.Optimizer)
 _MAX_OBJECTS = 100  # each one that is looked into is traced

@@ -25,12 +25,10 @@ from hookline.probes.extractor import call_user_function, copy_tensor
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.finiteness import extremes
 from hookline.tensors.nested import map_tensors, tensors_in
-from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import nested_values
-
-__all__ = ["Debug", "DebugProbe", "Finding"]
 
 log = logging.getLogger("hookline")
 
@@ -52,8 +50,6 @@ class Condition:
     """Returns whether it holds, from the smallest and the largest value."""
     function: Callable[[torch.Tensor], Any] | None = None
     """A user's function of the tensor; returns a bool or a tensor."""
-    beside_nan: bool = False
-    """Whether it has to know the other values if one is NaN."""
 
     def ask(self, tensor: torch.Tensor, what: str) -> torch.Tensor | bool:
         """Call the user's function with the detached tensor, which it must not change."""
@@ -81,7 +77,7 @@ class Finding:
         epoch: The epoch; None outside of training.
         call: The number of the module's call in its forward, from 0.
         low: The smallest value; NaN if there was one.
-        high: The largest value; with a NaN and a condition on magnitude, that of the others.
+        high: The largest value; NaN if there was one.
         others: The modules after it for which the condition held before it was checked.
         states: With `keep`, the last states up to this one.
     """
@@ -138,9 +134,9 @@ class DebugProbe(BuiltIn, Probe):
 
     Args:
         modules: Which modules to check, as for every probe; None for none, only taps.
-        conditions: What to check: `"nonfinite"`, `{"magnitude": 1e4}` (an absolute value above it),
-            `"dead"` (all zero), a function of a tensor that returns whether it holds, or a list of
-            these. None stands for `"nonfinite"`.
+        conditions: What to check: `"nonfinite"`, `{"magnitude": 1e4}` (an absolute value above it,
+            if none is NaN), `"dead"` (all zero), a function of a tensor that returns whether it
+            holds, or a list of these. None stands for `"nonfinite"`.
         action: `warn`; `record` it in `findings` only; `stop` training, or outside of training
             raise `ProbeError`; `break` into the debugger that `breakpoint()` starts if there is a
             terminal, else stop.
@@ -177,7 +173,6 @@ class DebugProbe(BuiltIn, Probe):
         self.wants_recomputed = gradients
         self._conditions = _read_conditions(conditions)
         self._by_value = any(condition.holds is not None for condition in self._conditions)
-        self._beside_nan = any(condition.beside_nan for condition in self._conditions)
         self._functions = [c for c in self._conditions if c.function is not None]
         self._action = action
         self._gradients = gradients
@@ -217,7 +212,7 @@ class DebugProbe(BuiltIn, Probe):
         measured = _Measured(finding, state)
         for tensor in tensors_in(value):
             if self._by_value:
-                pair = extremes(tensor, beside_nan=self._beside_nan)
+                pair = extremes(tensor)
                 measured.extremes += [] if pair is None else [pair]
             if self._functions and tensor.is_nested:
                 tensor = nested_values(tensor.detach())
@@ -462,8 +457,7 @@ def _each(given: Any) -> Iterator[Condition]:
     else:
         raise ConfigError(
             f"{show_value(given)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
-            "such as "
-            "{'magnitude': 1e4}, a function of a tensor, or a list of these."
+            "such as {'magnitude': 1e4}, a function of a tensor, or a list of these."
         )
 
 
@@ -478,7 +472,7 @@ def _named(name: str, value: Any) -> Condition:
                 f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got "
                 f"{show_value(value)}."
             )
-        return Condition(f"magnitude above {value:g}", partial(_is_above, value), beside_nan=True)
+        return Condition(f"magnitude above {value:g}", partial(_is_above, value))
     if name not in _NAMES:
         raise ConfigError(
             f"Unknown condition '{name}'.{nearest(name, _NAMES)} The conditions are: "

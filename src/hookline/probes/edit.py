@@ -11,11 +11,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
-from hookline.arguments import describe_value, show_value
+from hookline.arguments import describe_value, read_attribute, show_value
 from hookline.errors import ConfigError, ProbeError, listed
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
-from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.capture import Calls, Capture, ProbeResults
 from hookline.probes.captured_state import CapturedState, shape_text
@@ -23,10 +22,7 @@ from hookline.probes.extractor import parse_index
 from hookline.probes.probe import Probe
 from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 
-__all__ = ["Edit"]
-
-_MAX_LISTED = 20  # levels of lists in the run's manifest
-_MAX_DEPTH = 100  # a container may be within itself
+_MAX_DEPTH = 20  # a container may be within itself
 
 Part: TypeAlias = int | str | list[int | str] | tuple[int | str, ...] | None
 """The path to a tensor: a position, a key or an attribute, or several; None for the first."""
@@ -36,11 +32,9 @@ Operation = Literal["replace", "scale", "ablate", "add", "patch"]
 class Edit(BuiltIn, Probe):
     """Replaces, scales, ablates, adds to or patches outputs or inputs of modules, with gradients.
 
-    It needs `enable_intervention=True`: an edit changes what is trained and measured. A change of
-    `edit.active` takes effect with the next step, or outside of training with the model's next
-    forward: a backward that is still to come needs what its forward computed, also where activation
-    checkpointing computes it again. Run that backward before detaching the edit, which also happens
-    at the end of a block: `with edit.attach(model): …`.
+    It needs `enable_intervention=True`: an edit changes what is trained and measured. Run backward
+    before the edit is detached, as at the end of a block, `with edit.attach(model): …`: activation
+    checkpointing computes the forward again, and needs the edit for that.
 
     Args:
         modules: Whose outputs to change, as for every probe; None for none, only taps.
@@ -66,7 +60,7 @@ class Edit(BuiltIn, Probe):
     critical = True
     intervenes = True
     edits = True
-    wants_before = False  # unless it edits inputs, or is attached outside of training
+    wants_before = False  # unless it edits inputs
     wants_input = False
     probe_name = "edit"
 
@@ -99,7 +93,6 @@ class Edit(BuiltIn, Probe):
         self._coefficient = coefficient
         self._at = None if at is None else parse_index(at, "at")
         self._converted: dict[Any, tuple[int, torch.Tensor]] = {}
-        self._active = self._requested = True
         self.hookline_options = {
             **self.hookline_options,
             "modules": _describe(modules),
@@ -133,54 +126,11 @@ class Edit(BuiltIn, Probe):
         """Replace the output by one captured before: by `hookline.probe`, or a tensor."""
         return cls(modules, "patch", source, **options)
 
-    @property
-    def active(self) -> bool:
-        """Whether it acts. A change takes effect with the next step or, elsewhere, forward."""
-        return self._requested
-
-    @active.setter
-    def active(self, active: bool) -> None:
-        self._requested = bool(active)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it acts now."""
-        return self._active
-
-    def forward_start(self) -> None:
-        """Outside of training, apply a change of `active`."""
-        if self.attachment is None or self.attachment.context is None:
-            self._apply_request()
-
     def before(self, call: Call) -> Any:
-        """Return what replaces the arguments of a module, if the edit is of inputs.
-
-        Apply a change of `active` if the call of the module is a forward of its own.
-        """
-        switched = self._active != self._requested and not call.recomputed
-        if switched and self.attachment is not None and self.attachment.is_alone(call.module):
-            self._apply_request()
-        if self.edits_input and self._active and not call.compiled:
+        """Return what replaces the arguments of a module, if the edit is of inputs."""
+        if self.edits_input and not call.compiled:
             return self._edit_within((call.args, dict(call.kwargs)), call.name)
         return None
-
-    def on_step_end(self) -> None:
-        """Apply a change of `active`: no backward is still to come."""
-        self._apply_request()
-
-    def _apply_request(self) -> None:
-        if self._active != self._requested:
-            self._active = self._requested
-            if self.attachment is not None:
-                self.attachment.refresh()
-
-    def attach(self, *args: Any, **kwargs: Any) -> Attachment:
-        """Attach the edit to a model; it acts from now on."""
-        if self.attachment is None:
-            self._apply_request()
-        in_training = kwargs.get("context") is not None  # there, changes wait for the step's end
-        self.wants_before = self.edits_input or not in_training
-        return super().attach(*args, **kwargs)
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """Return the model's modules to edit; raise if there is no captured state for one."""
@@ -191,9 +141,7 @@ class Edit(BuiltIn, Probe):
 
     def after(self, call: Call) -> Any:
         """Return what replaces the output of a module."""
-        if self.edits_input or not self._active:
-            return None
-        return self._edit_within(call.output, call.name)
+        return None if self.edits_input else self._edit_within(call.output, call.name)
 
     def _edit_within(self, value: Any, name: str) -> Any:
         """Return an output, or `(args, kwargs)`, with the edited tensor."""
@@ -313,7 +261,6 @@ class Edit(BuiltIn, Probe):
         return _get_at(captured, self._part, f"captured {self._where} of '{state.module}'")[1]
 
     def _value_for(self, name: str) -> Any:
-        """Return the value for a module."""
         value = self._value
         if not isinstance(value, _ByName):
             return value
@@ -387,27 +334,20 @@ def _check_result(new: Any, x: torch.Tensor, subject: str) -> torch.Tensor:
 
 def _describe(value: Any, depth: int = 0) -> Any:
     """Return a value for the run's manifest: a tensor as its shape and a hash."""
-    if isinstance(value, CapturedState):
-        return {
-            "captured": value.module,
-            "probe": value.probe,
-            "step": value.step,
-            "call": value.call,
-            "tensors": [_describe(tensor) for tensor in value.tensors()],
-        }
     if isinstance(value, ProbeResults | Capture | Calls):
         value = _last_captured(value)
     if isinstance(value, _ByName):
         return {name: _describe(state) for name, state in value.items()}
+    if isinstance(value, CapturedState):
+        place = {"captured": value.module, "probe": value.probe}
+        tensors = [_describe(tensor) for tensor in value.tensors()]
+        return {**place, "step": value.step, "call": value.call, "tensors": tensors}
     if isinstance(value, torch.Tensor):
         return f"{shape_text(value)}{_describe_hash(value)}"
+    if type(value) in (tuple, list) and depth < _MAX_DEPTH:
+        return [_describe(item, depth + 1) for item in value]
     if isinstance(value, torch.nn.Module):
         return f"{type(value).__name__}(…)"
-    if isinstance(value, tuple | list | set | frozenset) and depth < _MAX_LISTED:
-        try:
-            return [_describe(item, depth + 1) for item in value]
-        except Exception:  # a subclass that cannot be read
-            return show_value(value)
     if isinstance(value, slice):
         start, stop = ("" if end is None else end for end in (value.start, value.stop))
         return f"{start}:{stop}" + ("" if value.step is None else f":{value.step}")
@@ -415,10 +355,7 @@ def _describe(value: Any, depth: int = 0) -> Any:
         return "..."
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    try:
-        return getattr(value, "__qualname__", None) or show_value(value)
-    except Exception:  # of an object with attributes of its own
-        return show_value(value)
+    return read_attribute(value, "__qualname__") or show_value(value)
 
 
 def _describe_hash(tensor: torch.Tensor) -> str:
@@ -478,7 +415,6 @@ def _set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
 
 
 def _find_first(value: Any, depth: int = 0) -> tuple[Any, ...] | None:
-    """Return the path to the first tensor."""
     if isinstance(value, torch.Tensor):
         return ()
     if depth == _MAX_DEPTH:

@@ -21,16 +21,6 @@ from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
 from hookline.tensors.sharded import nested_values
 
-__all__ = [
-    "REDUCTIONS",
-    "By",
-    "TensorExtractor",
-    "call_user_function",
-    "copy_tensor",
-    "parse_index",
-    "run_checks",
-]
-
 By = Literal["copy", "reference"]
 
 _Dims = int | tuple[int, ...] | None
@@ -231,8 +221,7 @@ def parse_index(index: Any, option: str) -> Any:
         ):
             raise ConfigError(
                 f"{option}={show_value(index)} is not an index. Give a number, a slice, a list "
-                "of numbers, a "
-                "mask, a tuple of these, or text such as ':, -1'."
+                "of numbers, a mask, a tuple of these, or text such as ':, -1'."
             )
     return index
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,14 +19,12 @@ from hookline.probes.call import Call
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.probe import Probe
+from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.full_tensor import require_all_ranks
 from hookline.tensors.global_norm import reduce_sum
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 from hookline.text_tables import format_table
-
-__all__ = ["Flow", "FlowRow", "GradientFlow", "gradient_flow"]
 
 _SECONDS = 60.0  # to wait for other ranks
 
@@ -154,7 +152,7 @@ class GradientFlow(BuiltIn, Probe):
     def _add(self, name: str, gradient: Tensor) -> None:
         if self._starts_over:
             self._starts_over, self._sums = False, {}
-        sums = _sums([gradient])
+        sums = _sums(gradient)
         if sums is not None:
             self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
@@ -171,7 +169,7 @@ def _sums_of_all_ranks(gradients: Mapping[str, list[Tensor]]) -> dict[str, Tenso
     by_groups: dict[tuple[Any, ...], dict[str, Tensor]] = {}  # with parts of the same tensors
     for name, gradient in layers:
         part, groups = local_with_groups(gradient) if is_sharded(gradient) else (gradient, ())
-        sums = _sums([part])
+        sums = _sums(part)
         if sums is None:  # this rank has nothing of it
             sums = torch.zeros(4, dtype=widest_float(part.device), device=part.device)
         layer = by_groups.setdefault(groups, {})
@@ -186,25 +184,20 @@ def _sums_of_all_ranks(gradients: Mapping[str, list[Tensor]]) -> dict[str, Tenso
 
 
 @torch.no_grad()
-def _sums(gradients: Iterable[Tensor]) -> Tensor | None:
+def _sums(gradient: Tensor) -> Tensor | None:
     """Return the sums of squares and of absolute values, the zeros and the number of values."""
-    total: Tensor | None = None
-    for gradient in gradients:
-        part = stored_values(gradient)
-        if not part.numel():
-            continue
-        # The squares of a gradient that vanishes are zero in 32 bits.
-        wide = widest_float(part.device)
-        sums = torch.stack(
-            [
-                torch.linalg.vector_norm(part, dtype=wide) ** 2,
-                torch.linalg.vector_norm(part, 1, dtype=wide),
-                (part == 0).sum().to(wide),
-                torch.full((), part.numel(), dtype=wide, device=part.device),
-            ]
-        )
-        total = sums if total is None else total + sums.to(total.device, total.dtype)
-    return total
+    part = stored_values(gradient)
+    if not part.numel():
+        return None
+    wide = widest_float(part.device)  # the squares of a gradient that vanishes are zero in 32 bits
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(part, dtype=wide) ** 2,
+            torch.linalg.vector_norm(part, 1, dtype=wide),
+            (part == 0).sum().to(wide),
+            torch.full((), part.numel(), dtype=wide, device=part.device),
+        ]
+    )
 
 
 def _rows(

@@ -18,8 +18,6 @@ from hookline.probes.extractor import TensorExtractor, run_checks
 from hookline.probes.store import Store
 from hookline.tensors.nested import map_tensors
 
-__all__ = ["OutputGradients", "on_gradient"]
-
 
 def on_gradient(tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
     """Call a function with the gradient of a tensor, in each backward that reaches it.
@@ -144,5 +142,5 @@ class OutputGradients:
             state, checks = self.state(), list(self.checks.values())
             if checks and isinstance(state, LazyState):
                 state.checks["gradient"] = partial(run_checks, checks)
-            if not self.store.add_fields(self.key, gradient=gradients):
+            if not self.store.add_gradient(self.key, gradients):
                 self.gradients.clear()  # the state was dropped: free what cannot be read

@@ -14,28 +14,20 @@ from hookline.arguments import show_value
 from hookline.dispatch import HookManager as Dispatch
 from hookline.errors import ConfigError, HookFailedError, NameTakenError, ProbeError, listed
 from hookline.interrupts import HeldInterrupts
-from hookline.probes.attachment import Attachment
+from hookline.probes.attachment import WHY_UNCALLED, Attachment
 from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.probe import ForwardSchedule, Probe
-from hookline.probes.store import Counts, Policy, Store
+from hookline.probes.store import Counts, Policy, Store, check_limit
 from hookline.probes.sync import arrange_probes
 from hookline.tensors.module_classes import module_class
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
 
-__all__ = ["HookManager", "ProbeInfo", "Probes"]
-
 log = logging.getLogger("hookline")
 
 P = TypeVar("P", bound=Probe)
-
-_RESULTS = {
-    "capture": "get_captured_states('{}') returns its states.",
-    "monitoring": "get_metrics('{}') returns its numbers.",
-    "debug": "get_findings('{}') returns its findings.",
-}
 
 
 @dataclass(frozen=True)
@@ -124,22 +116,20 @@ class Probes:
             raise ConfigError(
                 f"enable_intervention is True or False, not {show_value(enable_intervention)}."
             )
-        _check_limit("max_captured_states", max_captured_states, int)
-        _check_limit("max_states_per_hook", max_states_per_hook, int)
-        _check_limit("memory_limit_mb", memory_limit_mb, int | float)
-        memory_limit = bytes_of(memory_limit_mb)
+        check_limit("max_captured_states", max_captured_states)
+        check_limit("max_states_per_hook", max_states_per_hook)
         self.enable_intervention = enable_intervention
-        self._limits: dict[str, Any] = {
-            "max_states": max_states_per_hook,
-            "max_total_states": max_captured_states,
-            "memory_limit": memory_limit,
-            "policy": policy,
-            "cleanup_interval": cleanup_interval,
-        }
-        self._start()
-
-    def _start(self) -> None:
-        self._store = Store(**self._limits)
+        self._options = (
+            *(max_captured_states, cleanup_interval, memory_limit_mb),
+            *(enable_intervention, policy, max_states_per_hook),
+        )
+        self._store = Store(
+            max_states_per_hook,
+            bytes_of(memory_limit_mb),
+            policy,
+            cleanup_interval,
+            max_captured_states,
+        )
         self._registered: dict[str, _ModuleProbe] = {}
         self._hooks = _ProbesInOrder(on_change=self._sync)
         self._lock = threading.RLock()
@@ -234,6 +224,8 @@ class Probes:
         with self._lock, HeldInterrupts():
             self._check_new(module, hook_id)
             every = options.pop("every", 1)
+            sets = {name: one for name, one in options.items() if isinstance(one, set | frozenset)}
+            options |= {name: sorted(one) for name, one in sets.items()}  # as lists
             probe = make(module, **options)
             probe.probe_name = hook_id
             self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
@@ -322,7 +314,6 @@ class Probes:
             arrange_probes(attached)
 
     def _make_guard(self, name: str, entry: _ModuleProbe) -> Callable[..., Any]:
-        """Return the function that calls the probe's methods."""
         guarded, registered = self._hooks.guard(name), self._registered
 
         def guard(function: Callable[..., Any], *args: Any) -> Any:
@@ -341,14 +332,13 @@ class Probes:
 
     def _warn_uncalled(self) -> None:
         """Log the enabled probes whose module was never called, with the likely cause."""
-        uncalled = {
-            name: attachment
+        uncalled = [
+            name
             for name, entry in self._registered.items()
             if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
-        }
-        for attachment in list(uncalled.values())[:1]:
-            cause = attachment.explain_uncalled(list(uncalled))
-            log.warning("No call was seen of the module of %s. %s", listed(uncalled), cause)
+        ]
+        if uncalled:
+            log.warning("No call was seen of the module of %s. %s", listed(uncalled), WHY_UNCALLED)
 
     # -- results ----------------------------------------------------------------------------------
 
@@ -395,8 +385,7 @@ class Probes:
         if isinstance(probe, cls):
             return probe
         kind = self._registered[hook_id].kind
-        hint = f" {_RESULTS[kind].format(hook_id)}" if kind in _RESULTS else ""
-        raise ProbeError(f"'{hook_id}' is registered as '{kind}' and {otherwise}.{hint}")
+        raise ProbeError(f"'{hook_id}' is registered as '{kind}' and {otherwise}.")
 
     def list_hooks(self) -> list[str]:
         """Return the ids of all hooks in the order of registration, disabled ones included."""
@@ -434,20 +423,9 @@ class Probes:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {listed(self.list_hooks())}, {self.nbytes} bytes>"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         """A copy has the options, but no hooks and no states."""
-        not_copied = ("_store", "_registered", "_hooks", "_lock", "_closed")
-        return {name: value for name, value in self.__dict__.items() if name not in not_copied}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start()
+        return type(self), self._options
 
 
 HookManager = Probes
-
-
-def _check_limit(name: str, value: Any, types: Any) -> None:
-    is_valid = isinstance(value, types) and not isinstance(value, bool) and value > 0
-    if value is not None and not is_valid:
-        raise ConfigError(f"{name} is a number above 0, or None, not {show_value(value)}.")

@@ -24,8 +24,6 @@ from hookline.tensors.name_patterns import (
     module_places,
 )
 
-__all__ = ["Which", "aliases", "check_model", "clean_name", "clean_names", "select"]
-
 Predicate: TypeAlias = Callable[[str, nn.Module], object]
 
 Several: TypeAlias = list[Any] | tuple[Any, ...] | set[Any] | frozenset[Any]
@@ -143,9 +141,9 @@ def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
     if callable(item):
         return _filter(places, lambda place: _chooses(item, place))
     raise ConfigError(
-        f"Modules cannot be chosen by a {type(item).__name__}: {show_value(item)}. Give a name, "
-        "a glob, a "
-        "regular expression, a type, a function of name and module, a module, or a list of these."
+        f"Modules cannot be chosen by a {type(item).__name__}: {show_value(item)}. Give a name, a "
+        "glob, a regular expression, a type, a function of name and module, a module, or a list of "
+        "these."
     )
 
 

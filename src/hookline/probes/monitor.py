@@ -19,8 +19,8 @@ from hookline.probes.call import Call
 from hookline.probes.extractor import call_user_function
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
+from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.running_statistics import (
     ActiveUnits,
     Bounds,
@@ -31,8 +31,6 @@ from hookline.tensors.running_statistics import (
 )
 from hookline.tensors.sharded import local, nested_values
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, record_time
-
-__all__ = ["DEFAULT_METRICS", "METRICS", "Monitor"]
 
 T = TypeVar("T")
 
@@ -62,12 +60,10 @@ class Monitor(BuiltIn, Probe):
     those of the model itself as `<prefix>/<metric>`. Outside of training every call is measured,
     and `report()` returns the values since the last report.
 
-    Statistics are over all floating-point tensors anywhere in a module's output; those of a nested
-    tensor are of its values, without padding. Sums are kept on
-    the device, in single precision or better, and read once per report. Values that are not finite
-    are excluded from all statistics but `zeros`, and `nonfinite` is reported whenever there are
-    any. A recomputation by activation checkpointing is not counted. With several ranks each
-    measures what it computes, and the first one's values are logged.
+    Statistics are over all floating-point tensors anywhere in a module's output. Sums are kept on
+    the device and read once per report. Values that are not finite are excluded from all statistics
+    but `zeros`, and `nonfinite` is reported whenever there are any. A recomputation by activation
+    checkpointing is not counted. With several ranks, the first one's values are logged.
 
     | metric | meaning |
     |---|---|
@@ -81,12 +77,12 @@ class Monitor(BuiltIn, Probe):
     | `backward_time_ms` | of all backwards together, including recomputation |
     | `memory` | bytes that a call allocates and that are still in use after it; the largest call |
 
-    Units are along the last dimension; in the outputs of convolutions and their norms they are the
-    channels, and in other outputs of more than three dimensions they are along the second.
-    `saturation` knows the bounds of PyTorch's own bounded activations (tanh, sigmoid, hardtanh …);
-    for other modules they are plus and minus the largest magnitude in the tensor. `memory` is
-    measured on CUDA; elsewhere, and in compiled models, it is the size of the output. There are no
-    times in compiled models, and no backward times within reentrant activation checkpointing.
+    Units are along the last dimension, in the outputs of convolutions and other outputs of more
+    than three dimensions along the channels. `saturation` knows the bounds of PyTorch's own
+    activations; for other modules they are plus and minus the largest magnitude in the tensor.
+    `memory` is measured on CUDA; elsewhere, and in compiled models, it is the size of the output.
+    There are no times in compiled models, and no backward times within reentrant activation
+    checkpointing.
 
     Args:
         modules: Which modules: names, globs, regular expressions, types, predicates, or modules
@@ -172,7 +168,6 @@ class Monitor(BuiltIn, Probe):
         self._discard()
 
     def _discard(self) -> None:
-        """Discard what was measured since the last report."""
         wanted = set(self.metrics)
         self._numbers: dict[str, int] = {}
         self._measured = False

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from hookline.arguments import check_name, show_value
+from hookline.arguments import check_name, check_whole_number
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
 from hookline.interrupts import HeldInterrupts
@@ -21,8 +21,6 @@ from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, check_model, select
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.taps import check_taps
-
-__all__ = ["ForwardSchedule", "Probe"]
 
 
 class Probe(Hook):
@@ -90,19 +88,11 @@ class Probe(Hook):
         """Called after a module has run. An edit may return what replaces `call.output`."""
         return None
 
-    def interrupted(self, call: Call) -> None:
-        """Called instead of `after` when a module has raised that `before` may have seen."""
-
     def forward_start(self) -> None:
         """Called when the model's outermost call begins, but not in a recomputation."""
 
     def forward_end(self) -> None:
         """Called when the model's outermost call has ended without an error."""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether an enabled edit is applied; call `attachment.refresh()` after a change."""
-        return True
 
     def compiled_edit(self, name: str) -> Callable[[Any, torch.Tensor], Any] | None:
         """Return the edit for compiled models: a function that can be compiled.
@@ -210,10 +200,7 @@ class ForwardSchedule:
     """
 
     def __init__(self, probe: Probe, every: int, guard: Callable[..., Any]) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(
-                f"every is {show_value(every)}; expected a whole number of at least 1."
-            )
+        check_whole_number("every", every, 1)
         self._probe = probe
         self._every = every
         self._guard = guard

@@ -17,15 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "has_gradients",
-    "is_recomputing",
-    "recall_call",
-    "recomputes",
-    "remember_call",
-    "running_modules",
-]
-
 _REMEMBERED = "_hookline_remembered"
 
 

@@ -9,43 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from threading import RLock
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
-
-from hookline.arguments import show_value
-from hookline.errors import (
-    ArgumentError,
-    ConfigError,
-    HookFailedError,
-    HooklineError,
-    listed,
-    nearest,
-)
-from hookline.probes.captured_state import CONTENTS, CapturedState
+from hookline.arguments import check_choice, show_value
+from hookline.errors import ConfigError, HookFailedError, HooklineError
+from hookline.probes.captured_state import CapturedState
 from hookline.tensors.memory import storages
-
-__all__ = ["Counts", "Policy", "Store", "StoreFullError"]
 
 log = logging.getLogger("hookline")
 
-_POLICIES = ("drop_oldest", "error")
-_REMOVED_POLICIES = ("sample", "spill")
-_REMOVED = (
-    "'sample' and 'spill' are no longer policies. Use 'drop_oldest' or 'error', and capture less: "
-    "a schedule (every=…), a slice (select=…) or a smaller dtype"
-)
-
-
-def _reject_removed(policy: Any) -> Any:
-    if isinstance(policy, str) and policy in _REMOVED_POLICIES:
-        raise PydanticCustomError("removed_policy", _REMOVED)
-    return policy
-
-
-Policy = Annotated[Literal["drop_oldest", "error"], BeforeValidator(_reject_removed)]
+Policy = Literal["drop_oldest", "error"]
 """How states that do not fit are treated."""
 
 
@@ -116,11 +90,11 @@ class Store:
         cleanup_interval: int = 1,
         max_total_states: int | None = None,
     ) -> None:
-        _check_limit("max_states", max_states)
-        _check_limit("memory_limit", memory_limit)
-        _check_limit("max_total_states", max_total_states)
-        _check_limit("cleanup_interval", cleanup_interval, optional=False)
-        _check_policy(policy)
+        check_limit("max_states", max_states)
+        check_limit("memory_limit", memory_limit)
+        check_limit("max_total_states", max_total_states)
+        check_limit("cleanup_interval", cleanup_interval, optional=False)
+        check_choice("policy", policy, get_args(Policy))
         self.max_states = max_states
         self.max_total_states = max_total_states
         self.memory_limit = memory_limit
@@ -182,40 +156,33 @@ class Store:
                 self._make_room()
             return key
 
-    def add_fields(self, key: int, **contents: Any) -> bool:
-        """Add contents to a state that `add` returned the key of, within the limits.
+    def add_gradient(self, key: int, gradient: Any) -> bool:
+        """Add a gradient, which is known after backward, to a state by the key that `add` returned.
 
-        Return whether the state is still there and has them now: `input`, `kwargs`, `output` or
-        `gradient`, which is only known after backward.
+        Return whether the state is still there and has it now.
         """
-        if unknown := [name for name in contents if name not in CONTENTS]:
-            raise ArgumentError(f"Cannot add {listed(unknown)}, only {listed(CONTENTS)}.")
         with self._lock:
             states = self._oldest.get(key)
             if states is None:
                 return False
             state, released = states.stored[key]
-            values = zip(CONTENTS, state.contents(), strict=True)  # without waiting for any
-            before = {name: value for name, value in values if name in contents}
-            _set(state, contents)
+            before = state.contents()[-1]
+            state.gradient = gradient
             held = storages(state.contents())
             is_full = self._nbytes + self._count_new(held) > self._limit
             is_too_large = sum(size for size, _ in held.values()) > self._limit
             if is_too_large or (is_full and self.policy == "error"):
-                _set(state, before)
-                self._refuse(states, listed(contents))
+                state.gradient = before
+                problem = f"with its gradient would exceed memory_limit, {self._limit} bytes"
+                if self.policy == "error":
+                    raise StoreFullError(_full(states, problem))
+                _warn(states, f"{problem}. It was not added")
                 return False
             self._hold(held)
             self._release(released)
             states.stored[key] = state, held
             self._make_room()
             return key in states.stored
-
-    def _refuse(self, states: _ProbeStates, names: str) -> None:
-        problem = f"with its {names} would exceed memory_limit, {self._limit} bytes"
-        if self.policy == "error":
-            raise StoreFullError(_full(states, problem))
-        _warn(states, f"{problem}. It was not added")
 
     # -- reading
 
@@ -269,16 +236,6 @@ class Store:
             self._closed = True
             for probe in list(self._probes):
                 self.forget(probe)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        counts = self.counts()
-        return f"<Store of {len(self._probes)} probes, {self.nbytes} bytes, {counts}>"
 
     # -- within the limits
 
@@ -336,7 +293,6 @@ class Store:
                 self._nbytes += size
 
     def _release(self, released: _Storages) -> None:
-        """Undo one `_hold`."""
         for key, (size, _) in released.items():
             holders = self._holders[key] - 1
             if holders:
@@ -350,21 +306,13 @@ class Store:
         return sum(size for key, (size, _) in held.items() if key not in self._holders)
 
 
-def _check_limit(name: str, value: Any, *, optional: bool = True) -> None:
+def check_limit(name: str, value: Any, *, optional: bool = True) -> None:
+    """Raise unless a limit is a positive integer, or None."""
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         none = " or None" if optional else ""
         raise ConfigError(f"{name} must be a positive integer{none}, not {show_value(value)}.")
-
-
-def _check_policy(policy: Any) -> None:
-    if isinstance(policy, str) and policy in _POLICIES:
-        return
-    if isinstance(policy, str) and policy in _REMOVED_POLICIES:
-        raise ConfigError(f"policy is {policy!r}. {_REMOVED}.")
-    hint = nearest(policy, _POLICIES) if isinstance(policy, str) else ""
-    raise ConfigError(f"policy must be one of {listed(_POLICIES)}, not {show_value(policy)}.{hint}")
 
 
 def _warn(states: _ProbeStates, problem: str) -> None:
@@ -383,8 +331,3 @@ def _full(states: _ProbeStates, problem: str) -> str:
         f"Probe '{states.probe}' has captured a state that {problem}. Clear states, capture less, "
         "raise the limit, or use policy='drop_oldest'."
     )
-
-
-def _set(state: CapturedState, contents: dict[str, Any]) -> None:
-    for name, value in contents.items():
-        setattr(state, name, value)

@@ -15,8 +15,6 @@ from hookline.probes.call import Site, arrange_sites
 from hookline.probes.probe import Probe
 from hookline.probes.taps import Taps, arrange_taps
 
-__all__ = ["ProbeSync", "arrange_probes"]
-
 
 class ProbeSync:
     """Keeps the probes among a manager's hooks attached to a model while they are enabled.
@@ -37,10 +35,8 @@ class ProbeSync:
     def sync(self, *, is_running: bool, within_step: bool = False) -> None:
         """Attach and detach probes as they are registered and toggled now.
 
-        Args:
-            is_running: whether the loop runs; before that, probes are only checked.
-            within_step: whether a backward may follow. Then edits wait for the end of the step,
-                because forward and backward must see the same edits.
+        Before the loop runs, probes are only checked. Within a step, edits wait for its end,
+        because forward and backward must see the same edits.
         """
         probes = {
             name: (hook, active)
@@ -112,7 +108,7 @@ class ProbeSync:
         unchecked, self._unchecked = self._unchecked, []
         for probe in unchecked:
             if probe.attachment is not None and probe.attachment.enabled:
-                probe.attachment.warn_after_step()
+                probe.attachment.check_calls()
 
     def _make_guard(self, name: str, probe: Probe) -> Callable[..., Any]:
         """Return the function that calls the probe's methods; observers only when they are due."""
@@ -133,8 +129,8 @@ class ProbeSync:
                 try:
                     if not is_due():
                         return None
-                except NotSuppliedError as error:
-                    return guarded(from_epoch, error)
+                except NotSuppliedError:
+                    return guarded(is_due)  # it fails again, as a failure of the probe
             return guarded(function, *args)
 
         return guard
@@ -174,8 +170,3 @@ def arrange_probes(attachments: Iterable[Attachment]) -> None:
 def _is_sorted(several: Sequence[Site] | Sequence[Taps]) -> bool:
     places = [each.place for each in several]
     return places == sorted(places)
-
-
-def from_epoch(error: NotSuppliedError) -> None:
-    """Raise that the loop does not provide the epoch; the name is the one that the log shows."""
-    raise error

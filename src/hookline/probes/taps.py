@@ -28,8 +28,6 @@ from hookline.tensors.name_patterns import matches_glob
 if TYPE_CHECKING:
     from hookline.probes.attachment import Attachment
 
-__all__ = ["Taps", "arrange_taps", "tap"]
-
 T = TypeVar("T")
 
 _enabled = False  # whether any probe has taps: all that `tap` checks otherwise
@@ -148,10 +146,7 @@ class Taps:
         ours = recomputes(self._modules)
         if ours is None:  # a function without any module was checkpointed
             ours = site.was_called
-            others = any(
-                taps is not self and site.name in taps.seen and taps.attachment.root is not None
-                for taps in _live_taps()
-            )
+            others = any(taps is not self and site.name in taps.seen for taps in _live_taps())
             if ours and probe.edits and (others or site.name in self._elsewhere):
                 raise ProbeError(
                     f"'{site.name}' is named in several models, and activation checkpointing "

@@ -14,12 +14,10 @@ from hookline.report.layers import (
     group_layers,
     order_layers,
 )
-from hookline.report.reading import RunData
+from hookline.report.run_data import RunData
 from hookline.runs.formatting import format_duration, format_number, format_time
 from hookline.runs.jsonl_reader import is_finite_number
 from hookline.text_tables import join_some
-
-__all__ = ["collect_facts", "describe_facts", "describe_gradients", "describe_status"]
 
 _PHASES = (
     *("data", "data and forward", "forward", "backward", "optimizer"),
@@ -40,7 +38,8 @@ def collect_facts(data: RunData) -> dict[str, Any]:
     seconds, steps = overview["seconds"], overview["steps"]
     if steps is None and is_finite_number(end.get("step")):  # nothing was logged
         steps = int(end["step"])
-    trained = (steps or 0) - _first_step(data)  # a fork does not begin at step 0
+    starts = data.events_of("start")[:1]  # a fork does not begin at step 0
+    trained = (steps or 0) - sum(int(_measure(start.get("step"))) for start in starts)
     is_timed = seconds and trained > 0 and overview["parts"] == 1
     is_timed = is_timed and not data.events_of("resumed")  # a bare loop loaded a checkpoint
     facts |= {
@@ -48,7 +47,7 @@ def collect_facts(data: RunData) -> dict[str, Any]:
         "reason": end.get("reason"),
         "last_error": overview["last_error"],
         "parameters": _parameters(manifest),
-        "tokens": _tokens(data),
+        "tokens": int(points[-1][1]) if (points := token_points(data)) else None,
         "steps_per_second": trained / seconds if is_timed else None,
         "steps": steps,
         "metrics": {name: _finite(asdict(one.summary(name))) for name, one in data.series.items()},
@@ -123,14 +122,10 @@ def describe_gradients(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         first = min((step for step in steps.values() if step is not None), default=None)
         at_once = [name for name, step in steps.items() if step == first]
         which = f"all {count}" if len(steps) == count else f"{len(steps)} of {count}"
-        where = "all layers at once" if len(at_once) == count else _names(at_once)
-        lines.append(
-            (
-                "bad",
-                f"The gradients of {which} layers are not finite, first at step {_step(first)} (of "
-                f"the recorded steps), in {where}.",
-            )
-        )
+        shown = join_some(printable(name, 80) for name in at_once)
+        where = "all layers at once" if len(at_once) == count else shown
+        text = f"The gradients of {which} layers are not finite, first at step {_step(first)} (of "
+        lines.append(("bad", f"{text}the recorded steps), in {where}."))
     for what in ("vanish", "explode"):
         layers = found["vanishing" if what == "vanish" else "exploding"]
         if layers:
@@ -177,15 +172,12 @@ def _describe_finding(found: Mapping[str, Any]) -> str:
 
 def _findings(data: RunData) -> dict[str, Any]:
     """Return the first findings of debug probes, with what can be trusted of their fields."""
+    limits = {"probe": 100, "condition": 60, "where": 60, "message": 1000}
     first = [
         {
             "step": event.get("step") if is_finite_number(event.get("step")) else None,
             "module": None if event.get("module") is None else printable(event["module"], 200),
-            **{
-                name: printable(event.get(name) or "", limit)
-                for name, limit in (("probe", 100), ("condition", 60), ("where", 60))
-            },
-            "message": printable(event.get("message") or "", 1000),
+            **{name: printable(event.get(name) or "", limit) for name, limit in limits.items()},
         }
         for event in data.events_of("debug_finding")[:_MAX_FINDINGS]
     ]
@@ -224,11 +216,6 @@ def phase_seconds(data: RunData) -> dict[str, float]:
         found.pop("data", None)
     order = {phase: i for i, phase in enumerate(_PHASES)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _first_step(data: RunData) -> int:
-    starts = data.events_of("start")
-    return int(_measure(starts[0].get("step"))) if starts else 0
 
 
 def _tracker_facts(data: RunData) -> dict[str, dict[str, Any]]:
@@ -289,10 +276,8 @@ def _losses(facts: Mapping[str, Any]) -> str:
             times = facts["not_finite"][name]
             text += f" (it was not finite {'once' if times == 1 else f'{times:,} times'})"
         if found["lowest"] is not None:
-            lowest = (
-                f"{format_number(_short(found['lowest']))} at step {_step(found['lowest_step'])}"
-            )
-            text += f"; its lowest value was {lowest}"
+            lowest = format_number(_short(found["lowest"]))
+            text += f"; its lowest value was {lowest} at step {_step(found['lowest_step'])}"
         parts.append(text + ".")
     return " ".join(parts)
 
@@ -421,11 +406,6 @@ def token_points(data: RunData) -> list[tuple[float, float]]:
     return sorted({0.0: 0.0, **points}.items()) if points else []
 
 
-def _tokens(data: RunData) -> int | None:
-    points = token_points(data)
-    return int(points[-1][1]) if points else None
-
-
 def _number(value: Any) -> float:
     return value if is_finite_number(value) else 0
 
@@ -445,10 +425,6 @@ def _finite(value: Any) -> Any:
 
 def _short(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
-
-
-def _names(names: list[str]) -> str:
-    return join_some(printable(name, 80) for name in names)
 
 
 def _shown(value: Any) -> str:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hookline.report.sampling import SampledSeries
 
-__all__ = ["find_bad_gradients", "find_gradient_norms", "group_layers", "order_layers"]
-
 _OTHER_GROUPS = frozenset(
     ("train", "val", "eval", "lr", "momentum", "weight_decay", "time", "system", "profile", "ranks")
 )

@@ -19,8 +19,6 @@ from hookline.errors import RunError
 from hookline.printable import printable
 from hookline.report.page_data import to_script_json
 
-__all__ = ["MARK", "make_page", "read_plotly"]
-
 MARK = '<meta name="generator" content="hookline'
 """The beginning of every report's first kilobyte has this."""
 
@@ -51,7 +49,8 @@ def make_page(data: dict[str, Any], plotly: str) -> str:
     style, script = _read("report.css"), "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();'
     scripts = [_for_html(plotly), script]
-    hashes = " ".join(f"'sha256-{_hash(text)}'" for text in scripts)
+    digests = [hashlib.sha256(text.encode()).digest() for text in scripts]
+    hashes = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     policy = (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -73,10 +72,6 @@ def make_page(data: dict[str, Any], plotly: str) -> str:
 def _for_html(script: str) -> str:
     """Return a script in which nothing ends its HTML element, with the same meaning."""
     return re.sub(r"</(?=script)", r"<\\/", script, flags=re.IGNORECASE).replace("<!--", r"<\!--")
-
-
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _read(name: str) -> str:

@@ -18,21 +18,12 @@ from hookline.report.facts import (
     token_points,
 )
 from hookline.report.layers import group_layers, order_layers
-from hookline.report.reading import RunData
+from hookline.report.run_data import RunData
 from hookline.report.sampling import SampledSeries
 from hookline.runs.diff import describe_sections
 from hookline.runs.formatting import format_number
 from hookline.runs.jsonl_reader import is_finite_number
 from hookline.text_tables import join_some
-
-__all__ = [
-    "MAX_PAGE_BYTES",
-    "encode_run",
-    "encode_spike",
-    "fit_page",
-    "share_buckets",
-    "to_script_json",
-]
 
 _BUCKETS = 120_000  # of all series of a page: about 3 MB
 _BUCKET_BYTES, _SERIES_BYTES = 27, 4_000_000
@@ -234,14 +225,9 @@ def _failures(data: RunData) -> list[dict[str, Any]]:
         for event in [*ends[-20:], *data.events_of(_FAILED)[:200]]
     ]
     named = {failure["hook"] for failure in recorded}
+    nowhere: dict[str, Any] = {"event": "", "step": None, "traceback": ""}
     return recorded + [
-        {
-            "hook": hook["name"],
-            "event": "",
-            "step": None,
-            "error": hook["last_error"],
-            "traceback": "",
-        }
+        {"hook": hook["name"], "error": hook["last_error"], **nowhere}
         for hook in read_hooks(data)
         if hook["last_error"] and hook["name"] not in named
     ]

@@ -18,12 +18,10 @@ from hookline.printable import printable
 from hookline.report.facts import collect_facts
 from hookline.report.page import make_page, read_plotly
 from hookline.report.page_data import MAX_PAGE_BYTES, encode_run, fit_page, share_buckets
-from hookline.report.reading import RunData, read_run
+from hookline.report.run_data import RunData, read_run
 from hookline.runs.diff import describe_sections
 from hookline.runs.formatting import format_number
 from hookline.runs.run_reader import OpenedRun, open_run
-
-__all__ = ["Report", "make_report", "write_report_at_end"]
 
 log = logging.getLogger("hookline")
 
@@ -109,9 +107,6 @@ def _label(facts: Mapping[str, Any], taken: list[str]) -> str:
     return next(label for label in labels if label not in taken)
 
 
-# -- what differs between runs --------------------------------------------------------------------
-
-
 def _compare_runs(runs: Sequence[RunData]) -> dict[str, list[list[str]]]:
     """Return the rows that differ, by section: a name, and the value of each run."""
     described = [describe_sections(run.manifest) for run in runs]
@@ -149,9 +144,6 @@ def _results(run: RunData) -> dict[str, Any]:
             results[f"{name} (last)"] = summary.last
             results[f"{name} (best)"] = summary.best
     return results
-
-
-# -- at the end of a run --------------------------------------------------------------------------
 
 
 def write_report_at_end(run: Any, status: str, *, wanted: bool = True) -> Path | None:

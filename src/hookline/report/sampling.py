@@ -14,20 +14,13 @@ from typing import Any
 
 from hookline.runs.metric_values import MetricSummary, Scalar, is_better_when_low
 
-__all__ = ["SampledSeries"]
-
 _MAX_NOT_FINITE = 100  # steps that are kept
 
 
 class SampledSeries:
     """The values of one metric, sampled. Values that are not finite are counted apart.
 
-    Attributes:
-        steps: The step of the last value of each bucket.
-        times: Its time, in seconds.
-        sums, lows, highs, counts: Of the values of each bucket.
-        not_finite: How many values are NaN or infinite.
-        not_finite_steps: The first of their steps.
+    A bucket has the step and the time of its last value.
     """
 
     __slots__ = (

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=torch.nn.Module)
 
-__all__ = [
-    "SavedCheckpoint",
-    "choose_kept",
-    "decode_metrics",
-    "describe_mismatches",
-    "get_last_checkpoint",
-    "read_checkpoints",
-]
-
 log = logging.getLogger("hookline")
 
 _PREFIXES = ("_orig_mod.", "module.")  # of torch.compile and DDP

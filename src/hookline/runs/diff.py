@@ -10,8 +10,6 @@ from hookline.arguments import check_instance
 from hookline.runs.jsonable import remove_addresses
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["describe_sections", "diff_configs", "diff_runs", "flatten", "number_items"]
-
 _GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
 
 Pairs = dict[str, list[Any]]

@@ -27,15 +27,6 @@ from hookline._version import __version__
 from hookline.masking import mask_arguments
 from hookline.runs.jsonable import to_jsonable
 
-__all__ = [
-    "describe_commit",
-    "describe_environment",
-    "describe_process",
-    "installed_packages",
-    "is_process_alive",
-    "read_git_state",
-]
-
 _MAX_FILES = 500  # of the program's own modules
 _MAX_BYTES = 20_000_000  # of one of them
 _NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t]*$", re.MULTILINE)
@@ -127,10 +118,7 @@ def _describe_devices(device: Any) -> dict[str, Any]:
 
 
 def is_process_alive(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a process, as `describe_process` describes it, is alive.
-
-    None if it runs in another container or on another host.
-    """
+    """Return whether a described process is alive; None for another container or host."""
     pid = process.get("pid")
     if type(pid) is not int or not 0 < pid < 2**31:  # others mean groups of processes
         return None

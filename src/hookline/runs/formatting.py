@@ -17,14 +17,6 @@ from hookline.runs.environment import describe_commit
 from hookline.runs.metric_values import MetricSummary
 from hookline.text_tables import format_table, join_some, printable_cells
 
-__all__ = [
-    "format_duration",
-    "format_number",
-    "format_run",
-    "format_run_line",
-    "format_time",
-]
-
 _MAX_ROWS = 40  # of metrics, and of checkpoints
 _MAX_DAMAGE = 20  # lines
 

@@ -16,8 +16,6 @@ from hookline.runs.jsonable import config_hash, to_jsonable
 from hookline.tensors.module_classes import module_class
 from hookline.tensors.parameter_names import named_parameters
 
-__all__ = ["Identity", "describe_training", "list_parameters"]
-
 _MAX_PARAMETERS = 10_000  # names in a manifest
 
 _NOT_OPTIONS = ("params", "param_names", "initial_lr")
@@ -48,10 +46,7 @@ class Identity:
     config_is_complete: bool = False
 
     def describe(self, hooks: Sequence[HookInfo]) -> dict[str, Any]:
-        """Return what a manifest has of the configuration, these hooks and the training.
-
-        Secrets are masked.
-        """
+        """Return what a manifest has of the configuration, these hooks and the training, masked."""
         fields = self.collect(hooks)
         described = zip(fields["hooks"], hooks, strict=True)
         shown = [{**hook, "options": to_jsonable(info.options)} for hook, info in described]
@@ -88,10 +83,6 @@ def describe_training(loop: Any) -> dict[str, Any]:
     Two runs with the same description were started in the same way. What changes during training,
     such as the learning rate that a scheduler has reached, is not part of it: a loop describes
     itself before it loads a checkpoint or trains.
-
-    Args:
-        loop: It has `model` (one, or several) and `optimizers`, and may have `schedulers`,
-            `train_data`, `val_data` and `hparams`.
     """
     models = loop.model if isinstance(loop.model, list | tuple) else [loop.model]
     optimizers = list(loop.optimizers)
@@ -109,10 +100,7 @@ def describe_training(loop: Any) -> dict[str, Any]:
 
 
 def list_parameters(loop: Any) -> list[str]:
-    """Return the names of the model's parameters in its order, as hooks log them.
-
-    The list is empty if there are too many for a manifest.
-    """
+    """Return the names of the model's parameters, as hooks log them; none if there are too many."""
     models = loop.model if isinstance(loop.model, list | tuple) else [loop.model]
     names = [name for model in models for name in named_parameters(model, None).values()]
     return to_jsonable(names) if len(names) <= _MAX_PARAMETERS else []

@@ -18,15 +18,6 @@ from typing import Any, cast
 from hookline.context import LazyFloat, read_lazy
 from hookline.masking import mask_secrets
 
-__all__ = [
-    "canonical_json",
-    "config_hash",
-    "remove_addresses",
-    "safe_repr",
-    "to_json_number",
-    "to_jsonable",
-]
-
 _MAX_DEPTH = 50
 _MAX_LENGTH = 2000
 _INT_LIMIT = 10**400  # JSON has no limit, but Python's parser does
@@ -44,11 +35,7 @@ _converting = _Converting()
 
 
 def to_jsonable(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON types. It never fails: other objects become their `repr`.
-
-    Numbers on a device are read. NaN and infinities, which JSON lacks, become the strings "NaN",
-    "Infinity" and "-Infinity"; Python's `float` and JavaScript's `Number` parse them.
-    """
+    """Return a value as JSON types. It never fails: other objects become their `repr`."""
     kind: Any = type(value)
     if value is None or kind is bool:
         return value

@@ -22,8 +22,6 @@ from hookline.files.regular_files import open_handle
 from hookline.masking import mask_known_values
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 
-__all__ = ["VERSION", "InvalidValue", "JsonlFile", "MetricRecord", "MetricsLog", "encode_line"]
-
 log = logging.getLogger("hookline")
 
 VERSION = 1
@@ -130,11 +128,7 @@ class JsonlFile:
         self._ends_within_line = self._lacks_line_feed()
 
     def drop_incomplete_line(self) -> None:
-        """Remove the end of the file if it is part of a line, as a full disk leaves it.
-
-        A last line that is whole and lacks only its line feed is kept. So is one that is longer
-        than any record.
-        """
+        """Remove the end of the file if it is part of a line, as a full disk leaves it."""
         if not self._ends_within_line:
             return
         size = self.size

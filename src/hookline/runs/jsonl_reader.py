@@ -19,14 +19,6 @@ from hookline.files.strict_json import parse_json
 from hookline.printable import printable
 from hookline.runs.jsonl_file import VERSION
 
-__all__ = [
-    "JsonlReader",
-    "find_metric_problem",
-    "is_finite_number",
-    "read_jsonl_backwards",
-    "read_records",
-]
-
 _BLOCK_SIZE = 1 << 18
 _END_SIZE = 1 << 16  # read at a time from the end
 _MAX_SHOWN = 5  # damaged lines in one message
@@ -56,12 +48,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 class JsonlReader:
-    """Reads a file's records without keeping them, and notes what is damaged in it.
-
-    Args:
-        file: `events.jsonl`, or a file of metrics.
-        growing: The file may still be written: then an incomplete last line is not damage.
-    """
+    """Reads a file's records without keeping them, and notes what is damaged in it."""
 
     def __init__(self, file: Path, *, growing: bool = False) -> None:
         self._file = file
@@ -82,10 +69,7 @@ class JsonlReader:
                     yield record
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield blocks of complete lines. `parse` every line, or count them with `skip`.
-
-        Reading ends at a line that is longer than `hookline.file_limits` allows: it may be endless.
-        """
+        """Yield blocks of complete lines. `parse` every line, or count them with `skip`."""
         name, limit = self._file.name, file_limits.line_bytes
         try:
             with open_regular_file(self._file) as file:
@@ -162,12 +146,7 @@ class JsonlReader:
 
 
 def read_jsonl_backwards(file: Path, max_bytes: int = 1 << 22) -> Iterator[dict[str, Any]]:
-    """Yield a file's records, the last first, reading only as much as is consumed.
-
-    Args:
-        file: `metrics.jsonl` or `events.jsonl`.
-        max_bytes: How many bytes to read at most; a run may have gigabytes.
-    """
+    """Yield a file's records, the last first, reading only as much as is consumed."""
     damaged = 0
     for line in _read_lines_backwards(file, max_bytes):
         try:

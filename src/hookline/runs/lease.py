@@ -29,14 +29,11 @@ from typing import Any
 
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
-from hookline.files.regular_files import FileRefusedError, open_handle, read_regular_file
+from hookline.files.regular_files import describe_kind, open_handle, read_regular_file
 from hookline.files.strict_json import parse_json
 from hookline.interrupts import AllowedInterrupts
-from hookline.printable import printable
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.manifest import utc_now
-
-__all__ = ["HEARTBEAT_SECONDS", "STALE_SECONDS", "Lease", "find_lease", "is_silent", "read_lease"]
 
 log = logging.getLogger("hookline")
 
@@ -77,11 +74,7 @@ class Lease:
 
     @classmethod
     def acquire(cls, folder: Path) -> Lease:
-        """Take the lease of a run; wait for a holder that may be dead.
-
-        Raises:
-            RunError: Another process holds it.
-        """
+        """Take the lease of a run; wait for a holder that may be dead, raise if it is not."""
         while True:
             with AllowedInterrupts():  # it may wait for a minute
                 number = _wait_until_free(folder)
@@ -132,9 +125,6 @@ class Lease:
 
         It looks at the lease only if the thread has not done so for a while: the process may have
         been suspended.
-
-        Args:
-            is_deleted: Whether the file was deleted.
         """
         if not self.is_own:
             raise OSError("a forked process does not write the run of its parent")
@@ -232,27 +222,16 @@ def find_lease(folder: Path) -> int:
 
 
 def read_lease(folder: Path, number: int) -> dict[str, Any]:
-    """Return the contents of a lease; empty if they cannot be read."""
-    try:
-        return _parse_lease(folder, number)
-    except OSError:
-        return {}
-
-
-def _parse_lease(folder: Path, number: int) -> dict[str, Any]:
-    """Return the contents of a lease, empty if they are not valid; raise OSError as `open`."""
-    data = read_regular_file(_lease_file(folder, number), file_limits.manifest_bytes)
-    with suppress(ValueError):
+    """Return the contents of a lease; empty if they cannot be read or are not valid."""
+    with suppress(OSError, ValueError):
+        data = read_regular_file(_lease_file(folder, number), file_limits.manifest_bytes)
         contents = parse_json(data)
         return contents if isinstance(contents, dict) else {}
     return {}
 
 
 def is_silent(folder: Path) -> bool:
-    """Return whether the holder of a run's lease has ended, or been silent for minutes.
-
-    It is a guess from the time of the file: clocks of two machines may differ.
-    """
+    """Return whether the holder of a run's lease has ended, or been silent for minutes: a guess."""
     try:
         number = find_lease(folder)
         modified = _modified(_lease_file(folder, number))
@@ -280,7 +259,10 @@ def _wait_until_free(folder: Path) -> int:
     looked = time.monotonic()
     while True:
         newest = find_lease(folder)
-        holder = _read_holder(folder, newest)
+        if (kind := describe_kind(_lease_file(folder, newest))) is not None:
+            file = _lease_file(folder, newest).name
+            raise RunError(f"The run {folder} cannot be written: {file} is {kind}. Remove it.")
+        holder = read_lease(folder, newest)
         if newest == 0 or holder.get("released") or is_process_alive(holder) is False:
             return newest
         state = (holder, _modified(_lease_file(folder, newest)))
@@ -304,16 +286,6 @@ def _wait_until_free(folder: Path) -> int:
         time.sleep(STALE_SECONDS / 120)
 
 
-def _read_holder(folder: Path, number: int) -> dict[str, Any]:
-    """Return the contents of a lease; raise RunError if it is not a regular file."""
-    try:
-        return _parse_lease(folder, number)
-    except FileRefusedError as error:
-        raise RunError(f"The run {folder} cannot be written: {error}. Remove that file.") from error
-    except OSError:
-        return {}
-
-
 def _modified(file: Path) -> int | None:
     """Return when a file was changed: also another user's, whose contents cannot be read."""
     try:
@@ -325,25 +297,19 @@ def _modified(file: Path) -> int | None:
 def _describe_holder(folder: Path, holder: Mapping[str, Any]) -> str:
     if is_process_alive(holder) and holder.get("pid") == os.getpid():
         return (
-            f"The run {folder} is already open for writing in this process, since "
-            f"{_describe_time(holder)}. Close it first: run.close()."
+            f"The run {folder} is already open for writing in this process. Close it first: "
+            "run.close()."
         )
-    who = "another process"
-    if holder:
-        since = _describe_time(holder)
-        who = f"{_describe_process(holder)}, since {since}"
+    who = _describe_process(holder) if holder else "another process"
     return (
         f"The run {folder} is being written by {who}. Only one process can write a run: stop that "
         "process, or start a new run."
     )
 
 
-def _describe_time(holder: Mapping[str, Any]) -> str:
-    return f"{printable(holder.get('since'), 64)[:19].replace('T', ' ')} UTC"
-
-
 def _describe_process(holder: Mapping[str, Any]) -> str:
-    return f"process {printable(holder.get('pid'), 20)} on host {printable(holder.get('host'), 64)}"
+    since = str(holder.get("since"))[:19].replace("T", " ")
+    return f"process {holder.get('pid')} on host {holder.get('host')}, since {since} UTC"
 
 
 def _describe_loss(folder: Path) -> str:
@@ -351,6 +317,6 @@ def _describe_loss(folder: Path) -> str:
     if not holder:
         return "The lease file of this process was removed."
     return (
-        f"The run was taken over by {_describe_process(holder)} at {_describe_time(holder)}, "
-        f"because this process did not respond for more than {STALE_SECONDS:.0f} s."
+        f"The run was taken over by {_describe_process(holder)}, because this process did not "
+        f"respond for more than {STALE_SECONDS:.0f} s."
     )

@@ -35,20 +35,6 @@ from hookline.runs.jsonable import config_hash as hash_config
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_reader import is_finite_number
 
-__all__ = [
-    "continue_manifest",
-    "describe_part",
-    "inspect_run_manifest",
-    "is_run_manifest",
-    "last_write_time",
-    "new_manifest",
-    "new_run_id",
-    "parse_time",
-    "read_run_manifest",
-    "utc_now",
-    "write_run_manifest",
-]
-
 _NAME = "manifest.json"
 _FORMAT = "hookline.run"
 _VERSION = 1
@@ -81,12 +67,7 @@ def new_run_id() -> str:
 
 
 def read_run_manifest(folder: Path) -> dict[str, Any]:
-    """Return a run's manifest.
-
-    Raises:
-        RunError: There is none, it cannot be read, a newer version wrote it, or a field is not
-            valid.
-    """
+    """Return a run's manifest; raise RunError if it is missing, of a newer version or not valid."""
     manifest, problems = _parse_manifest(folder)
     if problems:
         more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
@@ -251,10 +232,7 @@ def _without(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _check_manifest(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a manifest without its invalid fields, and what is wrong with these, one line each.
-
-    Fields that are not known here are kept.
-    """
+    """Return a manifest without its invalid fields, and what is wrong with these, one line each."""
     valid, problems = _check_fields(manifest, _FIELDS, "")
     if "run_id" not in manifest:
         problems.insert(0, "it has no 'run_id'")

@@ -19,8 +19,6 @@ from hookline.files.regular_files import FileRefusedError, open_handle
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run_lookup import find_refused_folder
 
-__all__ = ["make_histogram", "save_image"]
-
 _BINS = 64
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # PNG's color type by number of channels
@@ -56,9 +54,6 @@ def save_image(value: Any, folder: Path, step: Any, name: str) -> dict[str, Any]
 
     The value is a tensor or array, height × width, or with 1, 3 or 4 channels first or last, of
     integers from 0 to 255 or floats from 0 to 1; or the bytes of a PNG file.
-
-    Raises:
-        OSError: It cannot be written, or the folder is a link.
     """
     data = value if isinstance(value, bytes) else _encode_png(_to_pixels(value))
     if data[:8] != _PNG_SIGNATURE:

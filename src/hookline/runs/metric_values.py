@@ -17,18 +17,6 @@ from typing import Any
 
 from hookline.runs.jsonl_reader import JsonlReader
 
-__all__ = [
-    "COLUMNS",
-    "MetricSummary",
-    "Row",
-    "Scalar",
-    "is_better_when_low",
-    "parse_rows",
-    "read_rows",
-    "read_scalars",
-    "summarize_metrics",
-]
-
 # A line as the metrics log writes most. The groups are step, time, name and value. Longer numbers
 # and names are left to the parser, which checks them.
 _NUMBER = rb"-?(?:0|[1-9]\d{0,17}+)"
@@ -213,36 +201,16 @@ class MetricSummary:
     best_step: Any = None
 
 
-class _Accumulator:
-    __slots__ = ("count", "highest", "highest_step", "last", "last_step", "lowest", "lowest_step")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.last = math.nan
-        self.lowest, self.highest = math.inf, -math.inf
-        self.last_step = self.lowest_step = self.highest_step = b"null"  # decoded at the end
-
-    def summary(self, name: str) -> MetricSummary:
-        summary = MetricSummary(self.count, self.last, json.loads(self.last_step))
-        if self.lowest <= self.highest:  # there were finite values
-            summary.lowest, summary.lowest_step = self.lowest, json.loads(self.lowest_step)
-            summary.highest, summary.highest_step = self.highest, json.loads(self.highest_step)
-            is_low_better = is_better_when_low(name)
-            if is_low_better is not None:
-                summary.best = summary.lowest if is_low_better else summary.highest
-                summary.best_step = summary.lowest_step if is_low_better else summary.highest_step
-        return summary
-
-
 def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
     """Return a summary of each scalar metric, by name, in the order of their first values."""
-    accumulators: dict[str, _Accumulator] = {}
-    by_encoded_name: dict[bytes, _Accumulator] = {}
+    summaries: dict[str, Any] = {}  # steps are decoded at the end
+    by_encoded_name: dict[bytes, Any] = {}
     for _, scalars in read_scalars(reader):
         for step, _, encoded_name, number in scalars:
             metric = by_encoded_name.get(encoded_name)
             if metric is None:
-                metric = accumulators.setdefault(json.loads(encoded_name), _Accumulator())
+                new = MetricSummary(lowest=math.inf, highest=-math.inf)
+                metric = summaries.setdefault(json.loads(encoded_name), new)
                 by_encoded_name[encoded_name] = metric
             value = float(number)
             metric.count += 1
@@ -251,7 +219,20 @@ def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
                 metric.lowest, metric.lowest_step = value, step
             if value > metric.highest and value != math.inf:
                 metric.highest, metric.highest_step = value, step
-    return {name: metric.summary(name) for name, metric in accumulators.items()}
+    return {name: _complete(name, summary) for name, summary in summaries.items()}
+
+
+def _complete(name: str, summary: MetricSummary) -> MetricSummary:
+    """Decode the steps of a summary, and choose the best value."""
+    if summary.lowest == math.inf:  # there were no finite values
+        return MetricSummary(summary.count, summary.last, json.loads(summary.last_step))
+    for field in ("last_step", "lowest_step", "highest_step"):
+        setattr(summary, field, json.loads(getattr(summary, field)))
+    is_low_better = is_better_when_low(name)
+    if is_low_better is not None:
+        which = "lowest" if is_low_better else "highest"
+        summary.best, summary.best_step = getattr(summary, which), getattr(summary, f"{which}_step")
+    return summary
 
 
 def is_better_when_low(name: str) -> bool | None:

@@ -31,8 +31,6 @@ from hookline.printable import printable
 from hookline.runs.jsonl_file import JsonlFile
 from hookline.runs.jsonl_reader import JsonlReader
 
-__all__ = ["REPEATED", "check_rewind", "finish_rewind", "move_end", "plan_rewind"]
-
 log = logging.getLogger("hookline")
 
 REPEATED = "repeated.jsonl"
@@ -47,16 +45,7 @@ Rewind = dict[str, Any]
 def plan_rewind(
     metrics: JsonlFile, rewinds: Sequence[Rewind], position: Mapping[str, int]
 ) -> Rewind | None:
-    """Return the rewind that brings the log to a position; None if there is nothing to do.
-
-    Args:
-        metrics: The metrics log.
-        rewinds: All earlier rewinds of the run.
-        position: As for `Run.rewind`.
-
-    Raises:
-        RunError: The position is not valid.
-    """
+    """Return the rewind that brings the log to a position; None if there is nothing to do."""
     if isinstance(position, Mapping):
         position = check_mapping("The position", position)
     if (
@@ -135,10 +124,7 @@ def check_rewind(folder: Path, rewind: Rewind) -> None:
 
 
 def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
-    """Carry out a rewind, or what is missing of it after a crash.
-
-    Call it before anything else is appended to the log.
-    """
+    """Carry out a rewind, or what is missing of it, before anything is appended to the log."""
     kept, end, start = rewind["metrics"], rewind["end"], rewind["repeated"]
     moved = end - kept
     restored = sum(count for _, count in rewind["restored"])
@@ -162,11 +148,7 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
 
 
 def move_end(file: JsonlFile, size: int, target: Path) -> None:
-    """Move what a file has behind a position to the end of another file.
-
-    Raises:
-        RunError: The position is not valid.
-    """
+    """Move what a file has behind a position to the end of another file."""
     if type(size) is not int or size < 0:
         raise RunError(
             f"{file.path} cannot continue at {printable(size, 60)}: expected a number of bytes."

@@ -46,8 +46,6 @@ from hookline.runs.media import make_histogram, save_image
 from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
 from hookline.runs.run_lookup import create_run_folder, find_refused_entries
 
-__all__ = ["Kind", "RemoteRun", "Run", "TrackerOnlyRun"]
-
 log = logging.getLogger("hookline")
 
 Kind = Literal["scalar", "text", "histogram", "image"]
@@ -452,10 +450,7 @@ class Run:
 
 
 class TrackerOnlyRun(Run):
-    """A run without a folder: its record only goes to trackers.
-
-    Images are in a temporary folder until it is closed.
-    """
+    """A run without a folder: its record only goes to trackers."""
 
     has_folder = False
 

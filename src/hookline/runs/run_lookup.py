@@ -19,16 +19,6 @@ from hookline.errors import CheckpointError, RunError, listed
 from hookline.files.regular_files import describe_kind
 from hookline.runs.manifest import inspect_run_manifest, is_run_manifest, new_run_id
 
-__all__ = [
-    "create_run_folder",
-    "find_refused_entries",
-    "find_refused_folder",
-    "find_run",
-    "find_run_of_checkpoint",
-    "list_run_folders",
-    "shorten_path",
-]
-
 _FILES = (
     *("manifest.json", "metrics.jsonl", "events.jsonl", "repeated.jsonl"),
     *("log.jsonl", "log.repeated.jsonl", "heartbeat.json"),
@@ -36,7 +26,6 @@ _FILES = (
 _FOLDERS = ("checkpoints", "media", "profile", "trackers")
 _LOG_FILES = ("metrics.jsonl", "events.jsonl")
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
-_MAX_SHOWN = 5
 
 
 def create_run_folder(root: Path) -> Path:
@@ -84,15 +73,7 @@ def list_run_folders(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def find_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = "runs") -> Path:
-    """Return the folder of a run.
-
-    Args:
-        run: The folder itself; or the id of a run in `root`, or the beginning or end of its id.
-        root: The folder of all runs.
-
-    Raises:
-        RunError: No run matches, or several do. The message names the closest ids.
-    """
+    """Return the folder of a run."""
     path = Path(check_path("The run", run, "its folder or its id"))
     root = check_path("runs", root, "the folder of all runs")
     if _is_run(path):
@@ -105,7 +86,7 @@ def find_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = "runs")
                 "the folder of a run, runs/<run_id>."
             )
         raise RunError(
-            f"{path} contains {len(ids)} runs. Give one of them, newest first: {_list_some(ids)}."
+            f"{path} contains {len(ids)} runs. Give one of them, newest first: {listed(ids, 5)}."
         )
     if path.parent != Path():  # `results/runs/20261115`: the beginning of an id in that folder
         root = path.parent
@@ -113,10 +94,7 @@ def find_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = "runs")
 
 
 def find_run_of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that saved `<run>/checkpoints/<checkpoint>`, or None.
-
-    A run that contains the checkpoint of another run does not count: its log is not continued.
-    """
+    """Return the folder of the run that saved `<run>/checkpoints/<checkpoint>`, or None."""
     folders = checkpoint.parents[1:2]
     folder = next((one for one in folders if os.path.lexists(one / "manifest.json")), None)
     if folder is None:
@@ -141,12 +119,12 @@ def _find_by_id(wanted: str, root: Path) -> Path:
         return root / matching[0]
     if matching:
         raise RunError(
-            f"'{wanted}' matches {len(matching)} runs in {root}: {_list_some(matching)}. Give more "
+            f"'{wanted}' matches {len(matching)} runs in {root}: {listed(matching, 5)}. Give more "
             "of the id."
         )
-    similar = get_close_matches(wanted, ids, n=_MAX_SHOWN, cutoff=0.6)
-    hint = f"Did you mean one of these: {_list_some(similar)}?" if similar else ""
-    hint = hint or f"The newest are: {_list_some(ids)}."
+    similar = get_close_matches(wanted, ids, n=5, cutoff=0.6)
+    hint = f"Did you mean one of these: {listed(similar)}?" if similar else ""
+    hint = hint or f"The newest are: {listed(ids, 5)}."
     raise RunError(f"There is no run '{wanted}' in {root}. {hint}")
 
 
@@ -164,10 +142,6 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except OSError:  # the name is too long, or it is in a folder that cannot be read
         return False
-
-
-def _list_some(names: list[str]) -> str:
-    return listed(names[:_MAX_SHOWN]) + (" …" if len(names) > _MAX_SHOWN else "")
 
 
 def shorten_path(path: Path) -> Path:

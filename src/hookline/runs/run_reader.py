@@ -31,8 +31,6 @@ from hookline.runs.rewind import REPEATED
 from hookline.runs.run_lookup import find_refused_entries, find_refused_folder, find_run
 from hookline.runs.series_index import MIN_BYTES, SeriesIndex
 
-__all__ = ["OpenedRun", "open_run"]
-
 
 def open_run(path: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs") -> OpenedRun:
     """Open a run for reading.

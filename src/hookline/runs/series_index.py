@@ -22,8 +22,6 @@ from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file, read_regular_file
 from hookline.files.strict_json import parse_json
 
-__all__ = ["INDEX", "MIN_BYTES", "SeriesIndex"]
-
 INDEX = "metrics.index.json"
 MIN_BYTES = 1 << 26  # a shorter log is searched in a tenth of a second
 
@@ -35,12 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SeriesIndex:
-    """The index of a metrics log.
-
-    Args:
-        metrics: The log, `metrics.jsonl`.
-        size: How many bytes of it are complete lines.
-    """
+    """The index of the first `size` bytes of a metrics log, which are complete lines."""
 
     def __init__(self, metrics: Path, size: int) -> None:
         self._metrics, self._size = metrics, size

@@ -21,8 +21,6 @@ import torch
 
 from hookline.tensors.memory import resident_mb
 
-__all__ = ["SECONDS", "SystemSampler", "SystemUsage"]
-
 SECONDS = 10.0
 """How often the system is sampled, unless `HOOKLINE_SAMPLE_SECONDS` says otherwise."""
 
@@ -69,12 +67,7 @@ class SystemSampler:
 
 
 class SystemUsage:
-    """Reads what the process and the machine use.
-
-    Args:
-        folder: whose disk is looked at.
-        device: where the model is trained.
-    """
+    """Reads what the process and the machine use, and the disk of a folder."""
 
     def __init__(self, folder: Path, device: torch.device | None) -> None:
         self._folder = folder
@@ -139,18 +132,10 @@ class SystemUsage:
 def _read_seconds() -> float:
     """Return how often the system is sampled; 0 for never."""
     text = os.environ.get("HOOKLINE_SAMPLE_SECONDS", "")
-    try:
-        seconds = float(text) if text else SECONDS
-        if 0 <= seconds < threading.TIMEOUT_MAX:
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text or SECONDS)) < threading.TIMEOUT_MAX:
             return seconds
-    except ValueError:
-        pass
-    log.warning(
-        "HOOKLINE_SAMPLE_SECONDS is %r; expected a number of seconds, or 0 for no samples. The "
-        "system is sampled every %g s.",
-        text,
-        SECONDS,
-    )
+    log.warning("HOOKLINE_SAMPLE_SECONDS is %r; expected a number of seconds, or 0.", text)
     return SECONDS
 
 

@@ -22,8 +22,6 @@ from hookline.runs.manifest import inspect_run_manifest, read_run_manifest
 from hookline.runs.run_lookup import find_refused_entries, list_run_folders
 from hookline.runs.run_reader import OpenedRun
 
-__all__ = ["check_crash_loop", "find_unfinished_run"]
-
 log = logging.getLogger("hookline")
 
 _UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
@@ -47,9 +45,6 @@ def find_unfinished_run(
         identity: What the manifest of a run that trains the same has: the configuration, and the
             values of other fields.
         others: The same as it may be in runs that an earlier version has written.
-
-    Raises:
-        RunError: The run has failed twice in the same way after this checkpoint.
     """
     without_checkpoint = 0
     different: list[tuple[int, OpenedRun, list[str]]] = []
@@ -109,10 +104,7 @@ def _select(manifest: Mapping[str, Any], name: str) -> Any:
 
 
 def _leave_out_new(value: Any, saved: Any) -> Any:
-    """Return a value without options that are off here, and that the saved one does not know.
-
-    A later version has options that the version which wrote the run did not have.
-    """
+    """Return a value without options that are off, and that an older version did not know."""
     if isinstance(value, Mapping) and isinstance(saved, Mapping):
         return {
             name: _leave_out_new(one, saved.get(name))
@@ -188,9 +180,6 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
     Failures are the same if the exceptions have the same class and message, apart from numbers and
     addresses, and came after the same step. Call it for checkpoints that were chosen automatically:
     somebody who names a checkpoint may have repaired the cause.
-
-    Raises:
-        RunError: It names the failure, and the command that continues from an older checkpoint.
     """
     last_two = read_run_manifest(run_folder).get("parts", [])[-2:]
     failures = [_describe_failure(part, checkpoint.name) for part in last_two]

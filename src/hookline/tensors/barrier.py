@@ -12,17 +12,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["barrier_with_timeout"]
-
 
 def barrier_with_timeout(purpose: str, ranks: Sequence[int], seconds: float) -> list[int]:
-    """Wait until all ranks have called this for the same purpose; return those that have not.
-
-    Args:
-        purpose: what the ranks wait for; calls for different purposes do not meet.
-        ranks: the ranks, in the default process group.
-        seconds: the time limit.
-    """
+    """Wait until all ranks have called this for the same purpose; return those that have not."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     store, size = _get_default_store(), len(ranks)

@@ -18,8 +18,6 @@ from torch import Tensor
 from hookline.tensors.memory import storages
 from hookline.tensors.timing import is_over, record_time
 
-__all__ = ["Comparison", "Fingerprint"]
-
 _PIECE = 1 << 22  # words hashed at once on a device
 _FACTOR, _OFFSET = 0x9E3779B97F4A7C15 - (1 << 64), 0x632BE59BD9B4E019
 

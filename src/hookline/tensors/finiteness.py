@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.global_norm import reduce_sum
-from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import (
     is_sharded,
     local_with_groups,
@@ -22,18 +22,13 @@ from hookline.tensors.sharded import (
     stored_values,
 )
 
-__all__ = ["all_finite", "extremes", "first_nonfinite", "nonfinite_names"]
-
 
 @torch.no_grad()
-def extremes(tensor: Tensor, *, beside_nan: bool = False) -> tuple[Tensor, Tensor] | None:
+def extremes(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the smallest and the largest value as tensors on the device.
 
     Both are NaN if one value is. A sharded tensor is measured on this rank only. Returns None for
     integers, empty and meta tensors, and layouts other than strided and COO.
-
-    With `beside_nan`, if there is a NaN, the second value is the largest magnitude of the others.
-    On an accelerator this takes two more passes, because looking for a NaN first would wait.
     """
     tensor = stored_values(tensor)
     is_measurable = tensor.layout is torch.strided and tensor.is_floating_point()
@@ -42,9 +37,6 @@ def extremes(tensor: Tensor, *, beside_nan: bool = False) -> tuple[Tensor, Tenso
     if tensor.element_size() == 1:  # few operations support 8-bit floats
         tensor = tensor.to(torch.bfloat16)
     low, high = torch.aminmax(tensor)
-    if beside_nan and (tensor.device.type != "cpu" or low != low):
-        others = tensor.nan_to_num(0.0, math.inf, -math.inf).abs().amax()
-        high = torch.where(high.isnan(), others, high)
     return low, high
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from hookline.dispatch.calling_hook import find_limited_hook
 from hookline.errors import CollectiveError
 from hookline.tensors.barrier import barrier_with_timeout
 from hookline.tensors.nested import map_tensors, tensors_in
 from hookline.tensors.sharded import is_sharded, needs_collective, whole
-
-__all__ = ["full_tensor", "require_all_ranks"]
 
 T = TypeVar("T")
 
@@ -43,21 +39,12 @@ def full_tensor(value: T, *, timeout: float = 60.0) -> T:
     if not sharded:
         return value
     require_all_ranks(sharded, "full_tensor", timeout)
-    result: T = map_tensors(value, _whole_detached)
+    result: T = map_tensors(value, lambda t: whole(t.detach()) if is_sharded(t) else t)
     return result
 
 
-def _whole_detached(tensor: Tensor) -> Tensor:
-    return whole(tensor.detach()) if is_sharded(tensor) else tensor
-
-
 def require_all_ranks(tensors: Iterable[Any], function: str, timeout: float) -> None:
-    """Wait until all processes are here that have parts of the tensors.
-
-    Raises:
-        CollectiveError: the hook that calls the function is not called in all processes, or a
-            process has not called it in time.
-    """
+    """Wait until all processes are here that have parts of the tensors, or raise."""
     tensors = [tensor for tensor in tensors if needs_collective(tensor)]
     if not tensors:
         return

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.tensors.reading import widest_float
+from hookline.tensors.device_numbers import widest_float
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
-
-__all__ = ["global_norm", "reduce_sum"]
 
 
 @torch.no_grad()

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["hide_hooks", "unhide_hooks"]
-
 _CALLABLES = ("_forward_hooks", "_forward_pre_hooks")
 _FLAGS = (
     "_forward_hooks_with_kwargs",

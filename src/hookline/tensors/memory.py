@@ -12,8 +12,6 @@ from torch import Tensor
 
 from hookline.tensors.nested import tensors_in
 
-__all__ = ["device_peak_mb", "expand_buffers", "resident_mb", "storages", "unshared"]
-
 _STRIDED = torch.strided
 
 
@@ -61,13 +59,10 @@ def expand_buffers(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         for name, value in module._buffers.items():
-            if value is not None and value.layout is _STRIDED and _shares_elements(value):
-                module._buffers[name] = value.contiguous()
-
-
-def _shares_elements(tensor: Tensor) -> bool:
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in pairs)
+            if value is not None and value.layout is _STRIDED:
+                pairs = zip(value.shape, value.stride(), strict=True)
+                if any(size > 1 and stride == 0 for size, stride in pairs):
+                    module._buffers[name] = value.contiguous()
 
 
 def unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

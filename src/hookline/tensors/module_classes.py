@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["is_fsdp_module", "module_class", "unwrap_module"]
-
 _WRAPPED = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 
 

@@ -24,16 +24,6 @@ from torch import nn
 from hookline.arguments import show_value
 from hookline.errors import ConfigError, listed, nearest
 
-__all__ = [
-    "ModulePlace",
-    "clean_name",
-    "compile_regex",
-    "explain_mismatch",
-    "list_names",
-    "matches_glob",
-    "module_places",
-]
-
 _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
@@ -53,9 +43,6 @@ _WRAPPERS = (
 
 _UNAMBIGUOUS = {attribute for *_, attribute in _WRAPPERS if attribute.startswith("_")}
 _SHOWN = 8  # names in a message
-
-
-# -- names ----------------------------------------------------------------------------------------
 
 
 class ModulePlace(NamedTuple):
@@ -109,9 +96,6 @@ def _walk(
             )
 
 
-# -- patterns -------------------------------------------------------------------------------------
-
-
 def matches_glob(pattern: str, name: str) -> bool:
     """Return whether a glob matches the whole name."""
     return _parts_match(_split(pattern), _split(name))
@@ -138,9 +122,6 @@ def compile_regex(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         return re.compile(pattern.removeprefix("re:"))
     except re.error as error:
         raise ConfigError(f"{show_value(pattern)} is not a regular expression: {error}.") from error
-
-
-# -- messages -------------------------------------------------------------------------------------
 
 
 def explain_mismatch(pattern: str, names: Sequence[str]) -> str:

@@ -18,16 +18,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "NotCopied",
-    "describe_structure",
-    "map_tensors",
-    "named_tensors",
-    "rebuild_mapping",
-    "rebuild_sequence",
-    "tensors_in",
-]
-
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device}
 _OPAQUE = (
     *(Tensor, nn.Module, torch.optim.Optimizer),

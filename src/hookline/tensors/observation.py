@@ -26,8 +26,6 @@ from hookline.hook import Hook
 from hookline.tensors.fingerprints import Comparison, Fingerprint
 from hookline.tensors.nested import map_tensors, tensors_in
 
-__all__ = ["Observation"]
-
 FIRST_CALLS = 3
 """The number of first calls of an observer in which memory is compared."""
 
@@ -100,9 +98,6 @@ class Observation:
         )
 
 
-# -- observers ------------------------------------------------------------------------------------
-
-
 @dataclass
 class _History:
     """The calls of one observer, and comparisons that a device may not have finished."""
@@ -136,9 +131,6 @@ def _history(hook: Hook) -> _History:
 def _name(hook: Hook) -> str:
     function = hook.hookline_function
     return getattr(function, "__qualname__", None) or type(hook).__qualname__
-
-
-# -- random numbers -------------------------------------------------------------------------------
 
 
 class _GlobalGenerators:

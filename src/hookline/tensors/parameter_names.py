@@ -22,8 +22,6 @@ from hookline.tensors.name_patterns import (
     module_places,
 )
 
-__all__ = ["match_names", "match_parameters", "named_parameters", "parameters_by_name"]
-
 _ONLY_IN_REGEX = re.compile(r"[\^$\\()|+{]")
 
 

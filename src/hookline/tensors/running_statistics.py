@@ -21,9 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hookline.tensors.reading import widest_float
-
-__all__ = ["ActiveUnits", "Bounds", "Histograms", "RunningSums", "Totals", "unit_dimension"]
+from hookline.tensors.device_numbers import widest_float
 
 Bounds: TypeAlias = tuple[float, float] | None
 """The smallest and the largest value that a module can return, where that is known."""
@@ -71,11 +69,8 @@ class Totals:
 class RunningSums:
     """Sums over the tensors of several modules. Threads may add at the same time.
 
-    Args:
-        spread: Sum squared distances, for `std` and `norm`.
-        extremes: Keep the smallest and the largest value.
-        zeros: Count zeros.
-        saturated_at: Count values beyond this fraction of their bounds; None to skip this.
+    `spread` is for squared distances from the mean, and `saturated_at` the fraction of their bounds
+    beyond which values are counted; None to skip this.
     """
 
     def __init__(
@@ -262,7 +257,6 @@ def _bounded(bounds: tuple[float, float], share: float) -> tuple[float, float]:
 
 
 def _table(rows: list[Row], device: torch.device) -> Tensor:
-    """Return rows as a table on their device."""
     if not isinstance(rows[0][_FINITE], Tensor):
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
     dtype = widest_float(device)
@@ -284,7 +278,6 @@ def _to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
-    """Merge the rows with the same id into one."""
 
     def add(column: Tensor) -> Tensor:
         return column.new_zeros(modules).index_add(0, ids, column)

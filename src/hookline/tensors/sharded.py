@@ -8,38 +8,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Shard",
-    "can_be_read_in_parts",
-    "is_sharded",
-    "local",
-    "local_with_groups",
-    "needs_collective",
-    "nested_values",
-    "reshard",
-    "shard_from_local",
-    "shard_index",
-    "shard_like",
-    "shard_of",
-    "stored_values",
-    "whole",
-]
-
 
 class Shard(NamedTuple):
-    """This rank's part of a sharded tensor.
-
-    Attributes:
-        values: the part; it shares the tensor's memory.
-        shape: the shape of the whole tensor.
-        offset: where the part begins in each dimension.
-        is_first: whether this rank is the first of those that have the same part.
-    """
+    """This rank's part of a sharded tensor, which shares its memory."""
 
     values: Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    is_first: bool
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where the part begins in each dimension
+    is_first: bool  # of the ranks that have the same part
 
 
 def is_sharded(tensor: Tensor) -> bool:

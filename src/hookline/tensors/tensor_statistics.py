@@ -19,11 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hookline.tensors.device_numbers import widest_float
 from hookline.tensors.global_norm import reduce_sum
-from hookline.tensors.reading import widest_float
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
-
-__all__ = ["Columns", "TensorStatistics", "merge_ranks"]
 
 _OCTAVES = 24  # the range below the largest magnitude that percentiles resolve
 _PER_OCTAVE = 64
@@ -51,7 +49,6 @@ class TensorStatistics:
         """The dense values of each tensor that this rank holds."""
         self.groups: dict[tuple[Any, ...], list[int]] = {}
         """The rows of sharded tensors, by the process groups that have their other parts."""
-        self._unstored: list[int] = []
         for row, tensor in enumerate(self.local):
             if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
                 self._localize(row, tensor)
@@ -64,12 +61,7 @@ class TensorStatistics:
             tensor, groups = local_with_groups(tensor)
             if groups:
                 self.groups.setdefault(groups, []).append(row)
-        if tensor.layout is torch.sparse_coo:
-            stored = stored_values(tensor)
-            self._unstored = self._unstored or [0] * len(self.local)
-            self._unstored[row] = _real_numel(tensor) - stored.numel()
-            tensor = stored
-        self.local[row] = tensor
+        self.local[row] = stored_values(tensor.to_dense() if tensor.is_sparse else tensor)
 
     @property
     def home(self) -> torch.device:
@@ -89,14 +81,12 @@ class TensorStatistics:
         """Return the moments of each tensor's finite values."""
         rows = [_by_piece(tensor, _first_pass, largest_at=1) for tensor in self.local]
         sums, largest, nonzero, finite = _columns(rows, self.home)
-        unstored = self._unstored_zeros()
-        finite = finite + unstored
         mean = sums / finite.clamp(min=1)
         # A second pass: the mean square less the square of the mean would be noise where the mean
         # is much larger than the deviation.
         pairs = zip(self.local, mean, strict=True)
         deviations = [_by_piece(tensor, partial(_deviation, center)) for tensor, center in pairs]
-        squares = _columns(deviations, self.home)[0] + unstored * mean.square()
+        squares = _columns(deviations, self.home)[0]
         names = ("finite", "mean", "squares", "largest", "zeros")
         values = (finite, mean, squares, largest, finite - nonzero)
         return dict(zip(names, values, strict=True))
@@ -107,21 +97,14 @@ class TensorStatistics:
     ) -> tuple[Tensor, Tensor]:
         """Return histograms and percentiles of each tensor, over all ranks.
 
-        A histogram has counts in bins of equal width from minus to plus the largest magnitude. If
-        tensors are sharded, this is one collective.
-
-        Args:
-            moments: merged over all ranks; the bins depend on the largest magnitude.
-            bins: the number of bins of a histogram; 0: no histograms.
-            percentiles: from 0 to 100; empty: none.
+        A histogram has counts in bins of equal width from minus to plus the largest magnitude of
+        all ranks. If tensors are sharded, this is one collective.
         """
         counts: list[Tensor] = []
         if bins:
             counts.append(self._histograms(moments["largest"], bins))
         if percentiles:
-            fine = self._count(moments["largest"], _fine_bins, 2 * _TOP + 3)[:, 1:-1]
-            fine[:, _TOP] += self._unstored_zeros()
-            counts.append(fine)
+            counts.append(self._count(moments["largest"], _fine_bins, 2 * _TOP + 3)[:, 1:-1])
         joined = torch.cat(counts, 1)
         for groups, rows in self.groups.items():
             joined[rows] = reduce_sum(joined[rows], groups)
@@ -131,7 +114,6 @@ class TensorStatistics:
     def _histograms(self, largest: Tensor, bins: int) -> Tensor:
         counts = self._count(largest, partial(_linear_bins, bins), bins + 2)
         counts[:, bins - 1] += counts[:, bins]  # the largest value itself is on the last edge
-        counts[:, bins // 2] += self._unstored_zeros()
         return counts[:, :bins]
 
     def _percentiles(self, moments: Columns, counts: Tensor, wanted: Sequence[float]) -> Tensor:
@@ -160,12 +142,6 @@ class TensorStatistics:
         if not found:
             return counts.new_zeros((len(counts), 0))
         return torch.stack(found, 1).masked_fill(finite[:, None] == 0, torch.nan)
-
-    def _unstored_zeros(self) -> Tensor | float:
-        """Return how many zeros of each tensor are not stored, on the device if there are any."""
-        if not self._unstored:
-            return 0.0
-        return torch.tensor(self._unstored, dtype=widest_float(self.home), device=self.home)
 
     def _count(self, largest: Tensor, bins_of: Callable[[Tensor], Tensor], bins: int) -> Tensor:
         """Count the values of each tensor, scaled to at most 1, in the bins of `bins_of`."""

@@ -17,18 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BackwardTimes",
-    "Span",
-    "Times",
-    "Timestamp",
-    "elapsed_ms",
-    "graph_position",
-    "is_over",
-    "record_time",
-    "timed_device",
-]
-
 Timestamp: TypeAlias = Any
 """A point in time: seconds of `perf_counter`, or a recorded event of a device."""
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from hookline.trackers.tracker import TrackedRun, TrackedValue, log_each
 
-__all__ = ["MLflowTracker"]
-
 _RUN_ID_TAG = "hookline.run_id"
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "error": "FAILED"}
 _MAX_METRICS, _MAX_PARAMS, _MAX_TEXT = 1000, 100, 6000  # MLflow's limits

@@ -13,8 +13,6 @@ from typing import Any
 from hookline.arguments import user_path
 from hookline.trackers.tracker import TrackedRun, TrackedValue, log_each
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker:
     """Writes TensorBoard's event files.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-__all__ = ["RefusedValues", "RowTracker", "TrackedRun", "TrackedValue", "Tracker", "log_each"]
-
 _MAX_FAILURES = 20  # values in a row: then the tool is not there
 
 
@@ -82,12 +80,7 @@ class Tracker(Protocol):
 
 
 class RefusedValues(Exception):  # noqa: N818 - not an error of the tracker as a whole
-    """Some values were not logged; all others were.
-
-    Attributes:
-        count: how many.
-        error: why, for the first of them.
-    """
+    """Some values were not logged; all others were."""
 
     def __init__(self, count: int, error: Exception) -> None:
         super().__init__(f"{count} values were refused, the first one because of: {error!r}")
@@ -95,12 +88,7 @@ class RefusedValues(Exception):  # noqa: N818 - not an error of the tracker as a
 
 
 def log_each(log: Callable[[TrackedValue], None], values: Iterable[TrackedValue]) -> None:
-    """Log values one by one; raise `RefusedValues` at the end if some could not be logged.
-
-    Args:
-        log: logs one value.
-        values: the values.
-    """
+    """Log values one by one; raise `RefusedValues` at the end if some could not be logged."""
     first: Exception | None = None
     refused = in_a_row = 0
     for value in values:
@@ -118,10 +106,7 @@ def log_each(log: Callable[[TrackedValue], None], values: Iterable[TrackedValue]
 
 
 class RowTracker:
-    """Base of trackers that log the values of a step as one row.
-
-    A name that a step has twice begins another row.
-    """
+    """Base of trackers that log the values of a step as one row."""
 
     def __init__(self) -> None:
         self._row: dict[str, Any] = {}  # of the step that is being logged

@@ -18,8 +18,6 @@ from hookline.config.hook_names import load_class
 from hookline.errors import ArgumentError, ConfigError, nearest
 from hookline.trackers.tracker import Tracker
 
-__all__ = ["BUILT_IN_TRACKERS", "make_trackers"]
-
 BUILT_IN_TRACKERS: Mapping[str, str] = {
     "tensorboard": "hookline.trackers.tensorboard.TensorBoardTracker",
     "wandb": "hookline.trackers.wandb.WandbTracker",
@@ -30,13 +28,7 @@ BUILT_IN_TRACKERS: Mapping[str, str] = {
 
 
 def make_trackers(given: Any) -> dict[str, Tracker]:
-    """Return trackers by name, from names, objects, or mappings with `name` and options.
-
-    Raises:
-        ArgumentError: It is not a list, or has something else.
-        ConfigError: A name or an option is not known, a package is not installed, or two trackers
-            have the same name.
-    """
+    """Return trackers by name, from names, objects, or mappings with `name` and options."""
     if isinstance(given, str | Mapping) or hasattr(type(given), "start"):
         given = [given]
     trackers: dict[str, Tracker] = {}

@@ -17,8 +17,6 @@ from hookline.trackers.tracker import TrackedRun, Tracker
 from hookline.trackers.tracker_names import make_trackers
 from hookline.trackers.tracker_thread import TrackerThread, read_from_step
 
-__all__ = ["TrackerSet", "make_tracker_set"]
-
 log = logging.getLogger("hookline")
 
 _MAX_VALUES = 100_000  # that wait for one tracker
@@ -39,16 +37,7 @@ def make_tracker_set(given: Any) -> TrackerSet | None:
 
 
 class TrackerSet:
-    """The trackers of a loop.
-
-    Args:
-        given: names, objects, or mappings with `name` and options, as for `Trainer`.
-        max_values: how many values may wait for one tracker.
-        end_seconds: how long the end of a run waits for trackers.
-
-    Attributes:
-        is_signalled: returns whether a signal asks the process to end, if the loop handles signals.
-    """
+    """The trackers of a loop."""
 
     def __init__(
         self,
@@ -116,10 +105,7 @@ class TrackerSet:
             thread.log_checkpoint(Path(path), step)
 
     def rewind(self, step: int | None) -> None:
-        """Tell the trackers that the run's record was rewound to a step, or to its end.
-
-        What a tracker lacks of the record, because the process was killed, it gets now.
-        """
+        """Tell the trackers that the record was rewound to a step, or to its end."""
         if self._run is None or not self._run.has_folder:
             return
         step, kept = read_from_step(self._run.metrics_file, step, _MAX_REPEATED)

@@ -28,8 +28,6 @@ from hookline.runs.jsonl_file import VERSION, InvalidValue, MetricRecord
 from hookline.runs.jsonl_reader import find_metric_problem, is_finite_number, read_jsonl_backwards
 from hookline.trackers.tracker import RefusedValues, TrackedRun, TrackedValue, Tracker
 
-__all__ = ["TrackerThread", "read_from_step"]
-
 log = logging.getLogger("hookline")
 
 _MAX_FAILURES = 3  # in a row
@@ -92,10 +90,7 @@ class TrackerThread:
         self._enqueue(self._log_lacking, end)
 
     def rewind(self, step: int, records: Sequence[MetricRecord], end: int) -> None:
-        """Let the tracker continue where the run's record ends now, and log what it lacks of it.
-
-        `records` are those of the run from a step on, which it continues from.
-        """
+        """Let the tracker continue where the record ends now, and log what it lacks."""
         self._enqueue(self._rewind, step, records, end)
 
     def log_checkpoint(self, path: Path, step: Any) -> None:
@@ -109,10 +104,7 @@ class TrackerThread:
         self._enqueue(self._finish, status)
 
     def join(self, until: float) -> bool:
-        """Wait for the end of the thread, up to a time of `time.monotonic`; return whether it is.
-
-        It ends after `finish`.
-        """
+        """Wait for the end of the thread, up to a time; return whether it has ended."""
         self._thread.join(max(0.0, until - time.monotonic()))
         return not self._thread.is_alive()
 
@@ -288,17 +280,11 @@ def _to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue
 
 def _to_int(step: Any) -> int:
     """Return a step as the tools can store it: an integer of 64 bits."""
-    try:
-        return max(-_MAX_STEP, min(_MAX_STEP, int(step)))
-    except (TypeError, ValueError, OverflowError):
-        return 0
+    return max(-_MAX_STEP, min(_MAX_STEP, step)) if type(step) is int else 0
 
 
 def _read_range(file: Path, start: int, end: int) -> Iterator[tuple[list[MetricRecord], int]]:
-    """Yield the records between two positions of a metrics log, some at a time.
-
-    Each time with the position behind them. Lines that are damaged are left out.
-    """
+    """Yield the records between two positions of a metrics log, and the position behind them."""
     records: list[MetricRecord] = []
     with open_regular_file(file) as lines:
         position = lines.seek(start)
@@ -315,10 +301,7 @@ def _read_range(file: Path, start: int, end: int) -> Iterator[tuple[list[MetricR
 
 
 def read_from_step(file: Path, step: int | None, most: int) -> tuple[int, list[MetricRecord]]:
-    """Return the last records of a metrics log that are not before a step, and that step.
-
-    The step is by default that of the last record.
-    """
+    """Return the last records of a metrics log that are not before a step, and that step."""
     found: list[MetricRecord] = []
     for fields in read_jsonl_backwards(file):
         record = _to_metric_record(fields)

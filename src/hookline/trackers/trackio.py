@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hookline.trackers.tracker import RowTracker, TrackedRun, TrackedValue
-
-__all__ = ["TrackioTracker"]
 
 
 class TrackioTracker(RowTracker):
@@ -29,7 +27,6 @@ class TrackioTracker(RowTracker):
         self._project, self._checkpoints, self._options = project, checkpoints, options
         self._run: Any = None
         self._id = ""
-        self._problem: str | None = None  # what it could not write
         self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
@@ -42,32 +39,9 @@ class TrackioTracker(RowTracker):
         options |= {"auto_log_cpu": False, "auto_log_gpu": False, **self._options}
         options["project"] = run.saved.get("project", self._project)
         self._run = trackio.init(config={**config, "hookline": facts}, **options)
-        self._report_warnings()
         self._id = run.id
         self.is_continued = run.saved.get("id", self._run.id) == self._run.id
         return {"id": self._run.id, "name": self._run.name, "project": options["project"]}
-
-    def _report_warnings(self) -> None:
-        """Note what trackio's own thread cannot write: it only warns of that."""
-        warn: Any = getattr(self._run, "_warn_once", None)
-
-        def note(key: str, message: str) -> None:
-            self._problem = message
-            warn(key, message)
-
-        self._problem = None
-        if warn is not None:
-            self._run._warn_once = note
-
-    def _raise_problem(self) -> None:
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise OSError(problem)
-
-    def log(self, values: Sequence[TrackedValue]) -> None:
-        """Log one row for each step."""
-        super().log(values)
-        self._raise_problem()
 
     def _convert(self, value: TrackedValue) -> tuple[str, Any]:
         import trackio
@@ -95,4 +69,3 @@ class TrackioTracker(RowTracker):
     def finish(self, status: str) -> None:
         """Write what is left, and end the run."""
         self._run.finish()
-        self._raise_problem()

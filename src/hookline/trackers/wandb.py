@@ -11,8 +11,6 @@ from typing import Any
 
 from hookline.trackers.tracker import RowTracker, TrackedRun, TrackedValue
 
-__all__ = ["STEP_AXIS", "WandbTracker"]
-
 STEP_AXIS = "hookline_step"
 """The axis of all values. W&B drops values below the highest of its own steps."""
 

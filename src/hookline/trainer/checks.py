@@ -6,7 +6,6 @@ or train different models.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hookline.arguments import (
-    check_flag,
     check_function,
     check_mapping,
-    check_path,
     read_attribute,
     read_items,
     show_value,
@@ -33,27 +30,10 @@ from hookline.loop.model_watch import check_supported
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items
-from hookline.runs.jsonable import canonical_json, to_jsonable
+from hookline.runs.jsonable import to_jsonable
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
-
-__all__ = [
-    "MissingMetricError",
-    "check_arguments",
-    "check_fit",
-    "check_gradient",
-    "check_metrics",
-    "check_same_training",
-    "checked_config",
-    "checked_model",
-    "checked_optimizers",
-    "device_for",
-    "match_schedulers",
-    "needs_metric",
-    "require_all_processes",
-    "users_add_metrics",
-]
 
 log = logging.getLogger("hookline")
 _OWN = ("device", "seed", "runs", "progress", "debug", "hooks", "slow_rank_seconds")  # of a rank
@@ -65,66 +45,25 @@ _CALLED_WITH = {
 }
 
 
-def check_arguments(
-    config: Any,
-    model: Any,
-    optimizers: Any,
-    unknown: Iterable[str],
-    known: Iterable[str],
-    **functions: Any,
-) -> None:
-    """Raise for arguments in the wrong places, and for classes where instances are expected."""
+def refuse_unknown(call: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Raise for an argument that a call does not have."""
     for name in unknown:
+        hint = nearest(name, known)
         if name in TrainerConfig.model_fields:
             hint = f" It is a field of the configuration: Trainer(TrainerConfig({name}=…), …)."
         elif name.startswith(("val", "train", "loader", "data")):
             hint = " Data is given to fit(loader, val_loaders=…)."
-        else:
-            hint = nearest(name, known)
-        raise ArgumentError(f"Trainer() has no argument '{name}'.{hint}")
-    if isinstance(config, torch.nn.Module):
-        raise ArgumentError(
-            "The configuration comes first: Trainer(config, model, optimizer). It may be None, for "
-            f"the defaults: Trainer(None, model, optimizer). Got a {type(config).__name__} as the "
-            "configuration."
-        )
-    several = [optimizers]
-    if isinstance(optimizers, list | tuple):
-        several = read_items("optimizers", optimizers, "one or several optimizers")
-    given = [("config", config), ("model", model), *functions.items()]
-    for name, value in [*given, *(("optimizers", optimizer) for optimizer in several)]:
-        if isinstance(value, type):
-            arguments = "model.parameters(), …" if name == "optimizers" else ""
-            raise ArgumentError(
-                f"{name} is the class {value.__name__}; expected an instance of it: "
-                f"{value.__name__}({arguments})."
-            )
+        raise ArgumentError(f"{call} has no argument '{name}'.{hint}")
+
+
+def check_functions(**functions: Any) -> None:
+    """Raise for what is not a function of the arguments that a trainer calls it with."""
     for name, function in functions.items():
+        if isinstance(function, type):
+            own = function.__name__
+            raise ArgumentError(f"{name} is the class {own}; expected an instance of it: {own}().")
         if function is not None:
             check_function(name, function, *_CALLED_WITH[name])
-
-
-def check_fit(
-    unknown: Iterable[str], resume_from: Any, fork_from: Any, known: Iterable[str], **flags: Any
-) -> tuple[Any, Any]:
-    """Check the arguments of `fit`; return the paths to resume and to fork from."""
-    for name in unknown:
-        hint = nearest(name, known)
-        if name.startswith("train"):
-            hint = " The training data comes first: fit(loader, val_loaders=…)."
-        raise ArgumentError(f"fit() has no argument '{name}'.{hint}")
-    if resume_from is not None and fork_from is not None:
-        raise ArgumentError(
-            "fit() got both resume_from, which continues a run, and fork_from, which starts a "
-            "new one. Give one of them."
-        )
-    for name, value in flags.items():
-        check_flag(f"fit(…, {name}=…)", value)
-    if resume_from is not None:
-        resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
-    if fork_from is not None:
-        fork_from = check_path("fit(…, fork_from=…)", fork_from, "a run or a checkpoint")
-    return resume_from, fork_from
 
 
 class MissingMetricError(TrainingError):
@@ -158,14 +97,13 @@ def check_metrics(trainer: Any) -> None:
             elif users_add_metrics(trainer.hooks):
                 continue
             if needed:
-                why, instead = "which is not measured, because", ""
+                why = "which is not measured, because"
                 if needed[0].startswith("train/"):
-                    why = "which it reads after validation, but"
-                    instead = " Or let it read the metric at the end of epochs, with its option "
-                    instead += "check_on_train_epoch_end or save_on_train_epoch_end."
+                    why = "which it reads after validation (unless its option "
+                    why += "check_on_train_epoch_end or save_on_train_epoch_end is set), but"
                 raise MissingMetricError(
                     f"The hook '{name}' ({type(hook).__name__}) needs the metric '{needed[0]}', "
-                    f"{why} {missing}.{instead}",
+                    f"{why} {missing}.",
                     hook=name,
                     metric=needed[0],
                 )
@@ -207,8 +145,9 @@ def checked_config(config: Any) -> TrainerConfig:
         return TrainerConfig(**check_mapping("A trainer's config", config))
     if not isinstance(config, TrainerConfig):
         raise ArgumentError(
-            "A trainer's config is a TrainerConfig, a HooksConfig, or a mapping with the "
-            f"fields of a TrainerConfig, not {show_value(config)}, a {type(config).__name__}."
+            "The configuration comes first: Trainer(config, model, optimizer). It is a "
+            "TrainerConfig, a HooksConfig, a mapping with the fields of a TrainerConfig, or None, "
+            f"not {show_value(config)}, a {type(config).__name__}."
         )
     return config
 
@@ -252,14 +191,9 @@ def checked_optimizers(
     given: Any, model: torch.nn.Module, every: Sequence[int] | None
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a list; raise if they do not fit the model or each other."""
-    if isinstance(given, str):
-        raise ArgumentError(
-            f"optimizers is {show_value(given)}; expected a torch.optim.Optimizer, such as "
-            "torch.optim.Adam(model.parameters())."
-        )
     optimizers = [given]
-    if isinstance(given, Iterable) and not isinstance(given, torch.Tensor | Mapping | bytes):
-        optimizers = read_items("optimizers", given, "one or several optimizers")
+    if not isinstance(given, torch.optim.Optimizer):
+        optimizers = read_items("optimizers", given, "one torch.optim.Optimizer or several")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentError(
@@ -306,25 +240,18 @@ def _check_parameters(optimizers: list[torch.optim.Optimizer], model: torch.nn.M
 
 def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
     """Return the schedulers in a list; raise if one has an optimizer that is not the trainer's."""
-    if given is None:
-        return []
     schedulers = [given]
     if isinstance(given, list | tuple):
         schedulers = read_items("schedulers", given, "a list of schedulers")
+    schedulers = [scheduler for scheduler in schedulers if scheduler is not None]
     for scheduler in schedulers:
-        if isinstance(scheduler, type | str):
+        made_for = read_attribute(scheduler, "optimizer")
+        if isinstance(scheduler, type) or not any(made_for is one for one in optimizers):
             raise ArgumentError(
-                f"schedulers is {show_value(scheduler)}; expected a scheduler, such as "
-                "torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)."
+                f"schedulers has {show_value(scheduler)}; expected schedulers that were made with "
+                "the trainer's optimizers, such as StepLR(optimizer, step_size=10)."
             )
-        if scheduler is not None and not any(
-            read_attribute(scheduler, "optimizer") is optimizer for optimizer in optimizers
-        ):
-            raise TrainingError(
-                f"{type(scheduler).__name__} was made for an optimizer that this trainer does not "
-                "have. Make it with one of the trainer's."
-            )
-    return [scheduler for scheduler in schedulers if scheduler is not None]
+    return schedulers
 
 
 # -- several processes ----------------------------------------------------------------------------
@@ -333,19 +260,21 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
 def check_same_training(trainer: Trainer) -> None:
     """Raise, in all processes, if their hooks, settings, optimizers or loaders differ."""
     processes = trainer.strategy.processes
-    own = {part: to_jsonable(value) for part, value in _describe(trainer).items()}
-    digests = processes.gather({part: _digest(value) for part, value in own.items()})
-    for part in own:
-        other = next((r for r, one in enumerate(digests) if one[part] != digests[0][part]), None)
-        if other is not None:
-            values = processes.gather(number_items(own[part]))
-            raise TrainingError(_explain(part, other, values[0], values[other]))
+    own = {part: number_items(to_jsonable(value)) for part, value in _describe(trainer).items()}
+    main = processes.broadcast(own)
+    other = next((part for part in own if list(own[part].items()) != [*main[part].items()]), None)
+    problem = None
+    if other is not None:
+        problem = _explain(other, processes.rank, main[other], own[other])
+    for found in processes.gather(problem):
+        if found is not None:
+            raise TrainingError(found)
 
 
 def require_all_processes(trainer: Trainer, function: str, *, unless: bool = False) -> None:
     """Raise if a hook that is not called in all processes calls what all of them have to call."""
     hook = find_limited_hook()
-    if hook is not None and not unless and not trainer.strategy.alone:
+    if hook is not None and not unless and trainer.strategy.is_distributed:
         raise CollectiveError(
             f"{function} was called in the hook '{hook.name}', which is not called in all "
             f"processes (ranks='{hook.ranks}'). All of them have to call it, so it would wait for "
@@ -377,21 +306,11 @@ def _describe(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     groups = [
-        {
-            **{
-                name: value
-                for name, value in group.items()
-                if isinstance(value, bool | int | float)
-            },
-            "parameters": len(group["params"]),
-        }
+        {name: value for name, value in group.items() if isinstance(value, bool | int | float)}
+        | {"parameters": len(group["params"])}
         for group in optimizer.param_groups
     ]
     return {"class": type(optimizer).__name__, "groups": groups}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def _explain(part: str, rank: int, main: dict[str, Any], other: dict[str, Any]) -> str:
@@ -400,17 +319,15 @@ def _explain(part: str, rank: int, main: dict[str, Any], other: dict[str, Any]) 
         f"{name}: {_show(of_main)} in rank 0, {_show(of_other)} in rank {rank}"
         for name, (of_main, of_other) in list(pairs.items())[:_SHOWN]
     ] or ["the order"]
-    more = [f"and {len(pairs) - _SHOWN} more"] if len(pairs) > _SHOWN else []
-    advice = (
-        "Register the same hooks in all processes: `ranks='main'` of a hook says that it is called "
-        "in rank 0 only."
-        if part == "hooks"
-        else "Give all processes the same: they would wait for each other, or train different "
-        "models."
-    )
-    return printable(
-        f"The {part} of the processes differ ({'; '.join([*shown, *more])}). {advice}", 2000
-    )
+    if len(pairs) > _SHOWN:
+        shown.append(f"and {len(pairs) - _SHOWN} more")
+    advice = "Give all processes the same: they would wait for each other, or train other models."
+    if part == "hooks":
+        advice = (
+            "Register the same hooks in all processes: `ranks='main'` of a hook says that it is "
+            "called in rank 0 only."
+        )
+    return printable(f"The {part} of the processes differ ({'; '.join(shown)}). {advice}", 2000)
 
 
 def _show(value: Any) -> str:

@@ -1,7 +1,9 @@
-"""Continuing a run: find its checkpoint, read it in all processes, compare it, restore the trainer.
+"""Starting from a checkpoint: a run that is continued, or a new one with other settings (a fork).
 
-Each process reads what it needs. Settings that differ from those that the checkpoint was saved with
-are reported.
+Each process reads what it needs of the checkpoint. All of it is compared before it is restored, and
+settings that differ from those that it was saved with are reported. A fork changes the checkpoint's
+state before: a hyperparameter is the new one, a changed schedule is stepped to the position, a new
+seed gives new random states, and with other data the epoch starts again.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,30 +21,29 @@ from torch import Tensor
 
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_folder import Checkpoint, CheckpointShare, load_checkpoint
+from hookline.checkpoint.checkpoint_lookup import read_manifest
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
-from hookline.errors import CheckpointError, RunError
-from hookline.loop.saved_state import check_trainer_state
-from hookline.masking import mask_secrets
-from hookline.printable import printable
+from hookline.errors import CheckpointError
+from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
+from hookline.loop.random_state import random_state
+from hookline.loop.saved_state import check_trainer_state, reported_damage
+from hookline.printable import message_lines, printable
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.manifest import read_run_manifest
 from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
-from hookline.runs.run_reader import OpenedRun
 from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
 from hookline.tensors.sharded import is_sharded
+from hookline.trainer.checks import needs_metric
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["describe_settings", "read_checkpoint", "resume"]
-
 log = logging.getLogger("hookline")
 
-_SHOWN = 5
 _USED = (  # a resumed run uses the new value
     *("precision", "accumulate", "clip_norm", "clip_value", "on_nan", "loaders"),
     *("optimizer_every", "scheduler_every", "validate_every_epochs", "validate_every_steps"),
@@ -56,41 +58,41 @@ def resume(
 ) -> tuple[Path | None, dict[str, Any]]:
     """Restore a trainer from the checkpoint of the run that it continues, in all processes.
 
-    Return the checkpoint, None if a new run starts, and the settings that the run then has.
-
-    Args:
-        trainer: the trainer.
-        identity: what it trains.
-        resume_from: the folder or URL of a checkpoint or run, or "auto".
-        strict: raise if something does not fit, apart from hooks; otherwise load what fits.
+    Return the checkpoint, None if a new run starts, and the settings that the run then has. Raise
+    if something does not fit, apart from hooks; without `strict`, load what fits.
     """
     settings = describe_settings(trainer.config, identity.training)
     find = trainer.strategy.processes.call_on_main
     start = find(lambda: _find_start(trainer, identity, resume_from))
     if start is None:
         return None, settings
-    saved = _load_checkpoint(trainer, start, strict=strict)
-    settings, message = _compare_settings(saved.get("settings", {}), settings)
+    advice = (
+        "Resume with the model and the optimizers of the run, load what fits with "
+        "fit(…, strict=False), or start a new run."
+    )
+    loaded = _restore(trainer, read_checkpoint(trainer, start), advice=advice, strict=strict)
+    settings, message = _compare_settings(loaded.state.get("settings", {}), settings)
     if message is not None:
         log.warning("%s: %s", shorten_path(start), message)
-    _check_end(trainer, start)
+    if ends := _find_reached_end(trainer, trainer.step, trainer.position.epoch):
+        log.warning(
+            "Nothing is left to train: the checkpoint %s was saved after step %d and %d epochs, "
+            "and %s.",
+            *(start, trainer.step, trainer.position.epoch, ends),
+        )
     return start, settings
 
 
-def _check_end(trainer: Trainer, checkpoint: Path) -> None:
-    """Warn if training has gone further than these settings say."""
-    config, position, epochs = trainer.config, trainer.position, trainer.max_epochs
-    ends = []
-    if epochs is not None and (position.epoch, position.batches) > (epochs, 0):
-        ends.append(f"max_epochs is {epochs}")
-    if config.max_steps is not None and trainer.step > config.max_steps:
-        ends.append(f"max_steps is {config.max_steps}")
-    if ends:
-        log.warning(
-            "Nothing is left to train: the checkpoint %s was saved after step %d and %d "
-            "epochs, and %s.",
-            *(checkpoint, trainer.step, position.epoch, " and ".join(ends)),
-        )
+def _find_reached_end(trainer: Trainer, step: int, epoch: int) -> str:
+    """Return which settings say that training ends here or has ended before; "" if none does."""
+    ends = {
+        "max_steps": (trainer.config.max_steps, step),
+        "max_epochs": (trainer.max_epochs, epoch),
+    }
+    reached = [
+        f"{name} is {end}" for name, (end, here) in ends.items() if end is not None and here >= end
+    ]
+    return " and ".join(reached)
 
 
 def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path | None:
@@ -118,37 +120,16 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
     return checkpoint
 
 
-def _load_checkpoint(trainer: Trainer, found: Path, *, strict: bool) -> Mapping[str, Any]:
-    """Restore a trainer from a checkpoint, after comparing all of it; return the saved state."""
-    model = trainer.model
-    checkpoint = read_checkpoint(trainer, found)
-    check_trainer_state(checkpoint)
-    checkpoint = trainer.loop.state.restore_checkpoint(
+def _restore(trainer: Trainer, checkpoint: Checkpoint, *, advice: str, strict: bool) -> Checkpoint:
+    """Restore a trainer from a checkpoint, after comparing all of it; return what was loaded."""
+    return trainer.loop.state.restore_checkpoint(
         checkpoint,
-        model,
+        trainer.model,
         trainer.strategy.processes,
-        what=f"this trainer and its {type(model).__name__}",
-        advice="Resume with the model and the optimizers of the run, load what fits with "
-        "fit(…, strict=False), or start a new run.",
+        what=f"this trainer and its {type(trainer.model).__name__}",
+        advice=advice,
         strict=strict,
-        more=lambda: _other_settings(trainer, find_run_of_checkpoint(found)),
     )
-    return checkpoint.state
-
-
-def _other_settings(trainer: Trainer, folder: Path | None) -> list[str]:
-    """Return a line about the settings that differ from those of the run, if they are known."""
-    try:
-        before = None if folder is None else OpenedRun(folder).manifest.get("config")
-    except RunError:  # the differences matter more
-        before = None
-    if not isinstance(before, dict):
-        return []
-    pairs = diff_configs(before, mask_secrets(to_jsonable(trainer.config.model_dump(mode="json"))))
-    changes = [f"{name} was {was!r} and is {now!r}" for name, (was, now) in pairs.items()]
-    if len(changes) > _SHOWN:
-        changes = [*changes[:_SHOWN], f"and {len(changes) - _SHOWN} more"]
-    return [f"of the configuration, {', '.join(changes)}"] if changes else []
 
 
 def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
@@ -157,19 +138,18 @@ def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     With sharded parameters, each process verifies the hashes of its own files, and reads its parts
     of the weights, of their averages and of the optimizers' states.
     """
-    processes = trainer.strategy.processes
-    if processes.size == 1:
-        return load_checkpoint(path)
+    strategy = trainer.strategy
+    options: Any = {}
+    if strategy.is_sharded and strategy.is_distributed:
+        options = {"share": _own_share(trainer)}
     checkpoint: Checkpoint | None = None
     error: CheckpointError | None = None
     try:
-        if trainer.strategy.is_sharded:
-            checkpoint = load_checkpoint(path, share=_own_share(trainer))
-        else:
-            checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path, **options)
+        check_trainer_state(checkpoint)
     except CheckpointError as raised:
         error = raised
-    problems = processes.gather(None if error is None else str(error))
+    problems = strategy.processes.gather(None if error is None else str(error))
     if error is not None:
         raise error
     for rank, problem in enumerate(problems):
@@ -201,7 +181,7 @@ def describe_settings(config: TrainerConfig, training: Mapping[str, Any]) -> dic
     """Return the settings that a checkpoint keeps, to be compared when it is resumed."""
     fields = {name: to_jsonable(getattr(config, name)) for name in (*_USED, "seed")}
     described: dict[str, Any] = {name: training.get(name, []) for name in _RESTORED[:2]}
-    return {**fields, **described}
+    return {**fields, **described, "data": training.get("loaders", {})}
 
 
 def _compare_settings(
@@ -227,10 +207,168 @@ def _compare_settings(
 
 
 def _list_changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    names: tuple[str, ...] = (*_USED, *_RESTORED),
 ) -> list[str]:
+    """Return which of the saved settings differ from those now, one line each."""
     before = {name: saved[name] for name in names if name in saved}
     pairs = diff_configs(number_items(before), number_items({n: now.get(n) for n in before}))
     return [
         printable(f"{name} is {new!r} instead of {was!r}") for name, (was, new) in pairs.items()
+    ]
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+def describe_parent(checkpoint: Path) -> dict[str, Any]:
+    """Return the run, the name and the step of a checkpoint, for the manifest of a fork."""
+    info = read_manifest(checkpoint)["info"]
+    return {
+        "run_id": info.get("run_id"),
+        "checkpoint": checkpoint.name,
+        "step": info.get("step"),
+    }
+
+
+def fork(trainer: Trainer, path: Any) -> tuple[Path, dict[str, Any]]:
+    """Restore a trainer from a checkpoint, or a run's newest, apart from changed settings.
+
+    Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
+    settings that were changed.
+    """
+    found = trainer.strategy.processes.call_on_main(lambda: find_checkpoint(Path(path)))
+    checkpoint = read_checkpoint(trainer, found)
+    state = checkpoint.state
+    with reported_damage(checkpoint):
+        if ends := _find_reached_end(trainer, state["step"], state["position"]["epoch"]):
+            raise CheckpointError(
+                f"Nothing is left to train: the checkpoint {found} was saved after step "
+                f"{state['step']} and {state['position']['epoch']} epochs, and {ends}. Set a "
+                "larger number."
+            )
+        before = to_jsonable(state.get("settings") or {})
+        _apply_settings(trainer, state, before)
+    advice = "Fork with the model and the optimizers of the run."
+    _restore(trainer, checkpoint, advice=advice, strict=True)
+    for name in trainer.hooks.list_hooks():
+        hook = trainer.hooks.get_hook(name)
+        if isinstance(hook, SavingHook):
+            hook.forget_resumed()  # the parent's checkpoints are not the fork's to remove
+    parent = describe_parent(found)
+    run = "" if parent["run_id"] is None else f" of the run {parent['run_id']}"
+    text = f"Starting from {parent['checkpoint']}{run}, after step {parent['step']}."
+    changes = _list_changes(before, trainer.compared_settings)
+    trainer.announce(message_lines(f"{text} New settings:", *changes) if changes else text)
+    return found, parent
+
+
+def _apply_settings(trainer: Trainer, state: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Write the trainer's settings into a checkpoint's state where they differ from those before.
+
+    A checkpoint of an older version has no settings: then all are written.
+    """
+    now = trainer.compared_settings
+    saved_schedulers = list(state["schedulers"])
+    state["schedulers"] = [scheduler.state_dict() for scheduler in trainer.schedulers]
+    state.get("classes", {})["schedulers"] = [type(s).__name__ for s in trainer.schedulers]
+    for idx in range(min(len(trainer.optimizers), len(state["optimizers"]))):
+        _apply_optimizer_settings(trainer, idx, state, saved_schedulers, before)
+    has_other_data = any(before.get(name, now[name]) != now[name] for name in ("data", "loaders"))
+    for own in (state, *(state.get("ranks") or ())):
+        own["position"] = position = dict(own["position"])
+        if before.get("seed") != now["seed"]:
+            position["now"] = random_state(trainer.device)  # `fit` has used the new seed
+        if has_other_data:
+            position.update(batches=0, loaders=[], generators=[], validated={})
+    if has_other_data:
+        log.warning(
+            "The data to train on is not that of the checkpoint: epoch %d starts again, with the "
+            "new data.",
+            state["position"]["epoch"],
+        )
+        state.update(validation_due=False, epoch_started=False, epoch_over=False)
+    state["disabled"] = []  # hooks are enabled as in the new settings
+    state["run"] = None  # the metrics are the parent's
+
+
+def _apply_optimizer_settings(
+    trainer: Trainer,
+    idx: int,
+    state: Mapping[str, Any],
+    saved_schedulers: Sequence[dict[str, Any]],
+    before: Mapping[str, Any],
+) -> None:
+    """Write the changed settings of an optimizer and its schedulers into a checkpoint's state."""
+    groups = trainer.optimizers[idx].param_groups
+    known = [one["groups"] for one in before.get("optimizers", ())][idx : idx + 1]
+    groups_before = known[0] if known else [{} for _ in groups]
+    groups_now = trainer.compared_settings["optimizers"][idx]["groups"]
+    changed = [
+        {name for name, value in group.items() if was.get(name) != value}
+        for was, group in zip(groups_before, groups_now, strict=False)
+    ]
+    described = zip(before.get("schedulers", ()), saved_schedulers, strict=False)
+    parents = [pair for pair in described if pair[0].get("optimizer", 0) == idx]
+    has_other_lr = any(names & {"lr", "max_lr"} for names in changed)
+    has_other_unit = before.get("scheduler_every") != trainer.config.scheduler_every
+    set_by_schedule = _apply_schedule(
+        trainer, idx, state, parents, is_changed=has_other_lr or has_other_unit
+    )
+    saved_groups = state["optimizers"][idx]["param_groups"]
+    for names, more, group, saved in zip(
+        changed, set_by_schedule, groups, saved_groups, strict=False
+    ):
+        saved |= {name: group[name] for name in names | more if name in group}
+
+
+def _apply_schedule(
+    trainer: Trainer,
+    idx: int,
+    state: Mapping[str, Any],
+    parents: Sequence[tuple[Any, dict[str, Any]]],
+    *,
+    is_changed: bool,
+) -> list[set[str]]:
+    """Write the states of an optimizer's schedulers; return the options of groups that they set.
+
+    `parents` are the settings and states of the parent's schedulers.
+    """
+    optimizer, now = trainer.optimizers[idx], trainer.compared_settings["schedulers"]
+    own = {n: s for n, s in enumerate(trainer.schedulers) if s.optimizer is optimizer}
+    settings = [now[number] for number in own]
+    is_changed |= [was for was, _ in parents] != settings
+    is_same_kind = [was["class"] for was, _ in parents] == [one["class"] for one in settings]
+    if is_same_kind and (not own or not is_changed or any(map(needs_metric, own.values()))):
+        for (number, scheduler), (was, saved) in zip(own.items(), parents, strict=True):
+            new = {name for name, value in now[number].items() if was.get(name) != value}
+            changes = {name: value for name, value in vars(scheduler).items() if name in new}
+            state["schedulers"][number] = saved | changes
+        return [set() for _ in optimizer.param_groups]
+    every = trainer.config.optimizer_every
+    position = state["step"] if every is None else state["step"] // every[idx]
+    if trainer.config.scheduler_every == "epoch":
+        position = state["position"]["epoch"]
+    set_by_schedule = _step_to(list(own.values()), optimizer, position)
+    for number, scheduler in own.items():
+        state["schedulers"][number] = scheduler.state_dict()
+    return set_by_schedule
+
+
+def _step_to(schedulers: Sequence[Any], optimizer: Any, position: int) -> list[set[str]]:
+    """Step schedulers to a position; return the options of each group that they set."""
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the optimizer has not stepped yet
+            for _ in range(position):
+                for scheduler in schedulers:
+                    if not needs_metric(scheduler):
+                        scheduler.step()
+    except Exception as error:  # a scheduler may raise anything
+        raise CheckpointError(f"The schedule cannot be stepped to {position}: {error}") from error
+    return [
+        {"lr", "initial_lr"} | {n for n, v in group.items() if n != "params" and was.get(n) != v}
+        for was, group in zip(before, optimizer.param_groups, strict=True)
     ]

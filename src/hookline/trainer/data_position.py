@@ -19,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import CheckpointError, TrainingError, listed
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.random_state import (
+    describe_failure,
     describe_generators,
     describe_random_state,
     generator_state,
@@ -33,12 +34,11 @@ from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,
     batch_size_of,
+    generator_with,
     make_passes,
     number_of_samples,
     skips_indices,
 )
-
-__all__ = ["DataPosition", "adapt_position", "describe_position"]
 
 log = logging.getLogger("hookline")
 
@@ -51,26 +51,17 @@ _DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
 class DataPosition:
     """The epoch, the number of its batches that were loaded, and the passes over its loaders.
 
-    Args:
-        fast_forward: when resuming within an epoch, load batches again and drop them instead of
-            skipping their indices; also those of iterators, which cannot be started again.
-
-    Attributes:
-        epoch: the epoch, from 0.
-        batches: how many batches of the epoch were loaded.
-        per_sample_seed: the run's seed, if each sample of a map-style dataset is loaded with random
-            numbers from this seed, the epoch and its index; otherwise None.
-        val_loaders: loaders for validation, whose generators are saved and restored.
+    With `fast_forward`, resuming within an epoch loads batches again and drops them instead of
+    skipping their indices; also those of iterators, which cannot be started again.
     """
 
     def __init__(self, *, fast_forward: bool = False) -> None:
         self.epoch = 0
-        self.batches = 0
-        self.per_sample_seed: int | None = None
-        self.val_loaders: Sequence[Any] = ()
+        self.batches = 0  # of the epoch that were loaded
+        self.per_sample_seed: int | None = None  # what samples of map-style datasets are seeded by
+        self.val_loaders: Sequence[Any] = ()  # whose generators are saved and restored
         self._fast_forward = fast_forward
         self._device = torch.device("cpu")
-        self._stream: Stream | None = None
         self._passes: list[LoaderPasses] = []
         self._generators: list[Any] = []
         self._saved: dict[str, Any] | None = None  # the checkpoint's state, until it is used
@@ -86,7 +77,7 @@ class DataPosition:
         self, stream: Stream, device: torch.device
     ) -> Iterator[tuple[Any, int, int, str]]:
         """Iterate over the batches of this epoch that were not trained on yet."""
-        self._device, self._stream = device, stream
+        self._device = device
         seed = self.per_sample_seed
         if seed is not None:
             _check_indices(stream)
@@ -104,7 +95,7 @@ class DataPosition:
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"]:
             self.batches = 0
-            return stream.tuples()
+            return stream.epoch()
         return self._resume(stream, saved)
 
     def _start_pass(self, idx: int) -> Iterator[Any]:
@@ -115,7 +106,7 @@ class DataPosition:
 
     def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
         """Return the indices of a loader's latest batch; None where they are not known."""
-        if self._stream is None or loader_idx >= len(self._passes) or self._stream.loads_ahead():
+        if loader_idx >= len(self._passes):
             return None
         return self._passes[loader_idx].indices_of(batch_idx)
 
@@ -141,15 +132,14 @@ class DataPosition:
                 "The checkpoint is of a version that mixed weighted loaders in another order. In "
                 "this epoch, some batches may be trained on twice, and others not at all."
             )
-        within: list[int] = []
+        within: dict[int, Callable[[], Iterator[Any]]] = {}
         for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
             if before["pass"] is not None:
-                within.append(idx)
-                passes.prepare(before["pass"], delivered[idx])
+                within[idx] = passes.continue_pass(before["pass"], delivered[idx])
             else:
                 passes.restore_workers(before["has_workers"], before["worker_seed"])
         self._restore_random_states(saved)
-        rest = {idx: self._passes[idx].resume() for idx in within}
+        rest = {idx: start() for idx, start in within.items()}
 
         def continue_pass(idx: int) -> Iterator[Any]:
             if idx not in rest:
@@ -158,8 +148,6 @@ class DataPosition:
 
         batches, _ = self._run_through(stream, continue_pass)
         restore_random_state(saved["now"], self._device)
-        if stream.loads_ahead():  # which may have used the generators of datasets
-            self._restore_random_states(saved)
         stream.started.update(
             id(loader) for loader in stream.loaders if isinstance(loader, Iterator)
         )
@@ -181,7 +169,7 @@ class DataPosition:
             return continue_pass(idx) if length is None else repeat(None, length)
 
         stream.start_pass, stream.on_pass_end = start_pass, None
-        batches = stream.tuples()
+        batches = stream.epoch()
         counts = Counter(loader_idx for _, _, loader_idx, _ in islice(batches, self.batches))
         stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
         if counts.total() < self.batches:
@@ -204,7 +192,7 @@ class DataPosition:
         restarted = [
             passes.name
             for passes, before, n in several
-            if passes.workers
+            if getattr(passes.loader, "num_workers", 0)
             and (before["has_workers"] or (before["pass"] and n != length_of(passes.loader)))
         ]
         if restarted and self.per_sample_seed is None and not self._fast_forward:
@@ -227,7 +215,6 @@ class DataPosition:
         """Return what a resumed run needs."""
         if self._saved is not None:  # nothing was loaded since the checkpoint
             return dict(self._saved)
-        ahead = self._stream is not None and self._stream.loads_ahead()
         val_generators = generators_of(self.val_loaders)
         return {
             "epoch": self.epoch,
@@ -236,7 +223,7 @@ class DataPosition:
             "generators": [generator_state(generator) for generator in self._generators],
             "val_generators": [generator_state(generator) for generator in val_generators],
             "order": _ORDER,
-            "loaders": [passes.state_dict(loads_ahead=ahead) for passes in self._passes],
+            "loaders": [passes.state_dict() for passes in self._passes],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -279,7 +266,21 @@ def describe_position(
     lines += describe_generators(val_loaders, saved["val_generators"])
     if stream is None or not saved["loaders"]:
         return lines
-    others = _describe_other_loaders(saved, stream, fast_forward=fast_forward)
+    counts = len(stream.loaders), len(generators_of(stream.loaders))
+    before = len(saved["loaders"]), len(saved["generators"])
+    if counts != before:
+        return [
+            *lines,
+            f"The checkpoint was made with {before[0]} train loaders with {before[1]} generators "
+            f"of their own, this trainer has {counts[0]} loaders with {counts[1]}. Resume with the "
+            "loaders of the run.",
+        ]
+    several = list(zip(stream.names, stream.loaders, saved["loaders"], strict=True))
+    others = [
+        f"The train loader '{name}' {line}"
+        for name, loader, own in several
+        for line in _describe_other_loader(loader, own, fast_forward=fast_forward)
+    ]
     if others:
         return [*lines, *others]
     lines += describe_generators(stream.loaders, saved["generators"])
@@ -290,99 +291,72 @@ def describe_position(
             f"but it has only {_MAX_BATCHES if length is None else length}. Resume with the data "
             "of the run."
         )
-    for name, loader, before in zip(stream.names, stream.loaders, saved["loaders"], strict=True):
-        ended = sum(length * times for length, times in before["ended"])
-        if ended > saved["batches"] or any(0 in pair for pair in before["ended"]):
-            lines.append(f"the passes over the train loader '{name}' are not valid")
-        found = _describe_seed(before["worker_seed"])
-        if before["pass"] is not None:
-            found += _describe_pass(loader, before["pass"], before["samples"])
+    for name, loader, own in several:
+        ended = sum(length * times for length, times in own["ended"])
+        found = _describe_seed(own["worker_seed"])
+        if ended > saved["batches"] or any(0 in pair for pair in own["ended"]):
+            found.append("its passes are not valid")
+        if own["pass"] is not None:
+            found += _describe_pass(loader, own["pass"], own["samples"])
         lines += [f"train loader '{name}': {line}" for line in found]
     return lines
 
 
-def _describe_other_loaders(
-    saved: Mapping[str, Any], stream: Stream, *, fast_forward: bool
+def _describe_other_loader(
+    loader: Any, saved: Mapping[str, Any], *, fast_forward: bool
 ) -> list[str]:
-    """Return which loaders are not those that the checkpoint was made with."""
-    generators = len(generators_of(stream.loaders))
-    if (len(saved["generators"]), len(saved["loaders"])) != (generators, len(stream.loaders)):
-        return [
-            f"The checkpoint was made with {len(saved['loaders'])} train loaders with "
-            f"{len(saved['generators'])} generators of their own, this trainer has "
-            f"{len(stream.loaders)} loaders with {generators}. Resume with the loaders of the run."
-        ]
-    lines: list[str] = []
-    for name, loader, before in zip(stream.names, stream.loaders, saved["loaders"], strict=True):
-        persistent = bool(getattr(loader, "persistent_workers", False))
-        if persistent != before["persistent_workers"]:
-            lines.append(
-                f"The train loader '{name}' had persistent_workers={not persistent} when the "
-                f"checkpoint was made, and has {persistent} now; its order would differ. "
-                f"Resume with persistent_workers={not persistent}."
-            )
-        if before["pass"] is None:
-            continue
-        batch_size, batch_size_before = batch_size_of(loader), before.get("batch_size")
-        if batch_size_before is not None and batch_size != batch_size_before:
-            lines.append(
-                f"The train loader '{name}' had the batch size {batch_size_before} when the "
-                f"checkpoint was made in the middle of an epoch, and has {batch_size} now; samples "
-                "would be skipped or trained on twice. Resume with the batch size of the run, or "
-                "from a checkpoint at the end of an epoch."
-            )
-        samples = number_of_samples(loader)
-        if samples != before["samples"]:
-            lines.append(
-                f"The dataset of the train loader '{name}' had {before['samples']} samples when "
-                f"the checkpoint was made in the middle of an epoch, and has {samples} now; its "
-                "order would differ. Resume with the data of the run, or from a checkpoint at the "
-                "end of an epoch."
-            )
-        if isinstance(loader, Iterator) and not fast_forward:
-            lines.append(
-                f"The checkpoint was made after {saved['batches']} batches of epoch "
-                f"{saved['epoch']}, and the train loader '{name}' is an iterator "
-                f"({type(loader).__name__}), whose position cannot be restored. Use "
-                "a DataLoader with a map-style dataset, or torchdata's StatefulDataLoader. If this "
-                "iterator starts with the first batch of the epoch and gives the same batches as "
-                "then, set fast_forward=True in the TrainerConfig: the batches before the "
-                "checkpoint are then loaded and dropped."
-            )
+    """Return how a loader is not the one that the checkpoint was made with."""
+    persistent = bool(getattr(loader, "persistent_workers", False))
+    compared: list[tuple[str, Any, Any, str]]
+    compared = [("persistent_workers={}", saved["persistent_workers"], persistent, "")]
+    if saved["pass"] is not None:
+        instead = ", or from a checkpoint at the end of an epoch"
+        batch_size, samples = batch_size_of(loader), number_of_samples(loader)
+        before = saved.get("batch_size") or batch_size
+        compared.append(("the batch size {}", before, batch_size, instead))
+        compared.append(("{} samples", saved["samples"], samples, instead))
+    lines = [
+        f"had {text.format(was)} when the checkpoint was made, and has {now} now: samples would "
+        "come in another order, be skipped or trained on twice. Resume with "
+        f"{text.format(was)}{instead}."
+        for text, was, now, instead in compared
+        if was != now
+    ]
+    if saved["pass"] is not None and isinstance(loader, Iterator) and not fast_forward:
+        lines.append(
+            f"is an iterator ({type(loader).__name__}), whose position in the epoch cannot be "
+            "restored. Use a DataLoader with a map-style dataset, or torchdata's "
+            "StatefulDataLoader. If this iterator starts with the first batch of the epoch and "
+            "gives the same batches as then, set fast_forward=True in the TrainerConfig: the "
+            "batches before the checkpoint are then loaded and dropped."
+        )
     return lines
 
 
 def _describe_pass(loader: Any, saved: Mapping[str, Any], samples: int | None) -> list[str]:
-    starts = [saved["start"]]
-    lines: list[str] = []
+    lines = _describe_seed(saved.get("worker_seed"))
     if skips_indices(loader) and "loader" not in saved:
         missing = [name for name in _DATALOADER_FIELDS if name not in saved]
         lines += [f"its position has no '{name}'" for name in missing]
-    lines += _describe_seed(saved.get("worker_seed"))
-    indices = saved.get("indices")
+    starts, indices = [saved["start"]], saved.get("indices")
     if indices is not None:
         starts += [indices["start"], indices["first"]]
         if not all(_is_index(one, samples) for one in indices["recent"]):
             lines.append("its position has indices that the dataset does not have")
-    generators = generators_of([loader])
+    generators = len(generators_of([loader]))
     for start in starts:
         lines += describe_random_state(start["random"])
         lines += describe_generators([loader], start["generators"])
-        if len(start["generators"]) != len(generators):
-            lines.append(
-                f"it has {len(generators)} generators, and the checkpoint "
-                f"{len(start['generators'])}"
-            )
+        if len(start["generators"]) != generators:
+            lines.append(f"it has {generators} generators, not {len(start['generators'])}")
     return lines
 
 
 def _describe_seed(seed: torch.Tensor | None) -> list[str]:
-    try:
-        if seed is not None:
-            torch.Generator().set_state(seed.cpu())
-    except (RuntimeError, TypeError) as error:
-        return [f"the seed of its workers is not valid: {error}"]
-    return []
+    def apply() -> None:
+        generator_with(seed)
+
+    return describe_failure("the seed of its workers", apply)
 
 
 def _is_index(index: Any, samples: int | None) -> bool:
@@ -401,15 +375,14 @@ def _is_index(index: Any, samples: int | None) -> bool:
 
 def adapt_position(
     saved: Sequence[Mapping[str, Any]],
-    processes: OneProcess,
+    processes: SingleProcessGroup,
     length: int | None,
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the position of this process, from those of all that saved, by rank.
 
     All continue after as many batches as all processes together had trained on, in rank 0's order
-    of samples, which all processes share. `length` is the number of batches in an epoch of this
-    process, if it is known.
+    of samples. `length` is the number of batches in an epoch of this process, if it is known.
     """
     position = saved[0]
     batches = position["batches"] * len(saved)

@@ -1,35 +1,15 @@
 """Several loaders as one stream of batches, the same in every epoch and after every resume.
 
-What an epoch contains is decided by three settings of `MixConfig`:
-
-`order` says which loader the next batch comes from, and what a *round* is:
-
-| order | turns | a round |
-|---|---|---|
-| `"sequential"` | a loader from its first batch to its last, then the next | all loaders |
-| `"round_robin"` | one batch from each loader | one batch from each |
-| `"alternating"` | `pattern`, again and again | one pattern |
-| `"weighted"` | by `weights`, as evenly as possible | one batch |
-
-`length` says where the epoch ends, and `on_exhausted` what happens to a loader that is exhausted
-before:
-
-| length | `on_exhausted="cycle"`: start it again | `on_exhausted="drop"`: drop it |
-|---|---|---|
-| `"sum"` | as many batches as all loaders have together | each batch exactly once |
-| `"longest"` | the fewest whole rounds that take each loader to its end | each batch exactly once |
-| `"shortest"` | the most whole rounds before any loader would start again | the same |
-| a number | so many batches | so many, or each batch once if that is fewer |
-
-So with loaders of 3 and 1 batches, round-robin: `"longest"` has 6 batches, `"shortest"` has 2.
-"sequential" takes every loader once: "sum" and "longest" are the same, "shortest" raises an
-error, and only a number larger than the sum starts over, with the first loader. Every epoch
-starts every loader from its beginning, also when the last epoch did not reach the loader's end.
+`MixConfig` says which loader the next batch comes from (`order`; a *round* is one batch of each
+loader, one pattern, or with weights one batch), where the epoch ends (`length`), and whether a
+loader that is exhausted before starts again (`on_exhausted`). "longest" are the fewest whole rounds
+that take each loader to its end, "shortest" the most whole rounds before any loader would start
+again. Every epoch starts every loader from its beginning.
 
 `iter(loader)` is called once per pass over a loader, when the first batch of that pass is due and
-not earlier: a DataLoader draws its seed from torch's random numbers there. Batches are loaded
-before their turn only if a loader has no `len()`: one per loader at the end of a round ("longest"),
-or one round ("shortest"; with weights, none).
+not earlier: a DataLoader draws its seed from torch's random numbers there. No batch is loaded
+before its turn. So the end of a loader without `len()` is seen when its next batch is due:
+"shortest" ends there and "longest" when the end of every loader was seen, also within a round.
 """
 
 from __future__ import annotations
@@ -38,32 +18,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import chain, count, cycle, islice, repeat
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from hookline.arguments import show_value
 from hookline.config.trainer_config import MixConfig
 from hookline.errors import ArgumentError, listed, nearest
 
-__all__ = ["LoadedBatch", "LoaderOrder", "Stream", "length_of", "name_loaders"]
-
 _END: Final = object()
-_Tuple = tuple[Any, int, int, str]
-_RESTARTABLE = (
-    "Pass something that can be started again: a DataLoader, a list (`list(iterator)`, if it fits "
-    "in memory), or an object whose `__iter__` makes a new iterator."
-)
-
-
-class LoadedBatch(NamedTuple):
-    """One batch and its loader.
-
-    `batch_idx` counts within loader and epoch, from 0, also when a loader is started again.
-    """
-
-    batch: Any
-    batch_idx: int
-    loader_idx: int
-    loader_name: str
+_Tuple = tuple[Any, int, int, str]  # a batch, its number within loader and epoch, and its loader
 
 
 class Stream:
@@ -72,8 +34,7 @@ class Stream:
     Args:
         loaders: one loader; or a list or tuple of loaders, named "0", "1", …; or a mapping from
             name to loader. A loader is a DataLoader, a list of batches, or any object with
-            `__iter__`. An iterator, such as a generator, can be iterated over only once; a
-            second pass over it raises an error.
+            `__iter__`; an iterator, such as a generator, only for one pass.
 
             A list or tuple is several loaders if each element is one: an object with `__iter__`
             that is not an array, string or mapping, or a list of batches that hold tensors. It is
@@ -109,18 +70,6 @@ class Stream:
         self._order = _make_order(self._mixing, self.names)
         self._check()
 
-    def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
-        length = self.length()
-        if length is None:
-            unknown = [n for n, own in zip(self.names, self._lengths(), strict=True) if own is None]
-            raise ArgumentError(
-                f"The length of a {self._what} epoch is not known, because these loaders have no "
-                f"len(): {listed(unknown)}. Give them a `__len__`, or set the epoch's length as a "
-                "number of batches: MixConfig(length=1000)."
-            )
-        return length
-
     def length(self) -> int | None:
         """Return the number of batches in an epoch, None when it is not known."""
         lengths = self._lengths()
@@ -140,22 +89,25 @@ class Stream:
         """Raise if a loader is an iterator, which has batches for one epoch only."""
         for name, loader in zip(self.names, self.loaders, strict=True):
             loader = getattr(loader, "whole_loader", loader)  # of which it is a share
-            if isinstance(loader, Iterator):
-                raise ArgumentError(
-                    f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), "
-                    f"which can be iterated over only once, but {epochs} epochs are asked for. "
-                    + _RESTARTABLE
-                )
+            if epochs > 1 and isinstance(loader, Iterator):
+                raise self._not_restartable(name, loader, f"{epochs} epochs are asked for")
 
-    def epoch(self) -> Iterator[LoadedBatch]:
-        """Iterate over one epoch."""
-        return map(LoadedBatch._make, self.tuples())
+    def _not_restartable(self, name: str, loader: Any, why: str) -> ArgumentError:
+        return ArgumentError(
+            f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), which can "
+            f"be iterated over only once, and {why}. Pass something that can be started again: a "
+            "DataLoader, a list (`list(iterator)`, if it fits in memory), or an object whose "
+            "`__iter__` makes a new iterator."
+        )
 
-    def tuples(self) -> Iterator[_Tuple]:
-        """Iterate over one epoch as plain tuples with the fields of `LoadedBatch`."""
+    def epoch(self) -> Iterator[_Tuple]:
+        """Iterate over one epoch: batches with their numbers, and their loaders' numbers and names.
+
+        Batches are counted within loader and epoch, from 0, also when a loader is started again.
+        """
         return self._in_sequence() if self._order is None else self._mixed(self._order)
 
-    def tuples_by_loader(self) -> Iterator[Iterator[_Tuple]]:
+    def epoch_by_loader(self) -> Iterator[Iterator[_Tuple]]:
         """Iterate over one epoch of each loader, one after the other."""
         return self._passes(range(len(self.names)))
 
@@ -182,7 +134,12 @@ class Stream:
                 "as length."
             )
         elif mixing.length == "shortest" and self.length() == 0:
-            raise self._no_whole_round()
+            raise ArgumentError(
+                f"length='shortest' leaves no batch for a {self._what} epoch: a loader has fewer "
+                "batches than one round of the pattern "
+                f"{show_value(tuple(mixing.pattern or ()))} takes from it. Use a shorter pattern, "
+                "length='longest', or a number of batches."
+            )
 
     def _no_batches(self, name: str) -> ArgumentError:
         return ArgumentError(
@@ -192,10 +149,6 @@ class Stream:
 
     def _lengths(self) -> list[int | None]:
         return [length_of(loader) for loader in self.loaders]
-
-    def loads_ahead(self) -> bool:
-        """Return whether batches may be loaded before their turn."""
-        return self._order is not None and self.length() is None
 
     def had_other_order(self) -> bool:
         """Return whether an older version may have mixed these loaders in another order."""
@@ -225,11 +178,8 @@ class Stream:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self.started:
-            raise ArgumentError(
-                f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}) that "
-                "is exhausted, and it is needed again, for another epoch or because it was too "
-                "short. " + _RESTARTABLE
-            )
+            why = "it is needed again, for another epoch or because it was too short"
+            raise self._not_restartable(name, loader, why)
         iterator = self.start_pass(idx)
         if iterator is loader:
             self.started.add(id(loader))
@@ -244,66 +194,26 @@ class Stream:
 
     def _mixed(self, order: LoaderOrder) -> Iterator[_Tuple]:
         wanted, total = self._mixing.length, self.length()
-        if wanted == "shortest":
-            # When the end is known, a round need not be loaded ahead.
-            ahead = order.round_size if total is None else 1
-            return islice(self._whole_rounds(order, ahead), total)
-        if self._mixing.on_exhausted == "drop":
-            return islice(self._until_all_dropped(order), wanted if type(wanted) is int else None)
-        if total is None:
-            return self._until_all_exhausted(order)
         loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
-        return islice((loaders[idx].load_cycling() for idx in order.turns()), total)
+        if total is not None and (wanted == "shortest" or self._mixing.on_exhausted == "cycle"):
+            return islice((loaders[idx].load_cycling() for idx in order.turns()), total)
+        batches = self._until_ended(loaders, order)
+        return islice(batches, wanted) if isinstance(wanted, int) else batches
 
-    def _whole_rounds(self, order: LoaderOrder, ahead: int) -> Iterator[_Tuple]:
-        """Yield rounds, each loaded ahead, until a loader ends."""
-        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
-        turns, has_round = order.turns(), False
-        while True:
-            held: list[_Tuple] = []
-            for idx in islice(turns, ahead):
-                loaded = loaders[idx].load()
-                if loaded is None:
-                    if not has_round:
-                        raise self._no_whole_round()
-                    return
-                held.append(loaded)
-            has_round = True
-            while held:  # popped, so that a batch that was yielded is freed
-                yield held.pop(0)
-
-    def _until_all_dropped(self, order: LoaderOrder) -> Iterator[_Tuple]:
-        """Yield batches from the loaders that are left, until none is."""
-        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
-        dropped: set[int] = set()
-        for idx in order.turns(dropped):
+    def _until_ended(self, loaders: list[_LoaderBatches], order: LoaderOrder) -> Iterator[_Tuple]:
+        """Yield batches until one loader has ended, or all have, as the settings say."""
+        drops, is_shortest = self._mixing.on_exhausted == "drop", self._mixing.length == "shortest"
+        ended: set[int] = set()
+        for idx in order.turns(ended if drops else frozenset()):
             loaded = loaders[idx].load()
-            if loaded is not None:
-                yield loaded
-                continue
-            dropped.add(idx)
-            if len(dropped) == len(loaders):
-                return
-
-    def _until_all_exhausted(self, order: LoaderOrder) -> Iterator[_Tuple]:
-        """Yield rounds until every loader has ended; a batch is loaded ahead of each to see it."""
-        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
-        turns = order.turns()
-        begun: set[int] = set()
-        while not all(loader.has_ended for loader in loaders):
-            for idx in islice(turns, order.round_size):
-                begun.add(idx)
-                yield loaders[idx].load_cycling()
-            for idx in begun:
-                loaders[idx].look_ahead()
-
-    def _no_whole_round(self) -> ArgumentError:
-        return ArgumentError(
-            f"length='shortest' leaves no batch for a {self._what} epoch: a loader has fewer "
-            "batches than one round of the pattern "
-            f"{show_value(tuple(self._mixing.pattern or ()))} takes "
-            "from it. Use a shorter pattern, length='longest', or a number of batches."
-        )
+            if loaded is None:
+                ended.add(idx)
+                if is_shortest or len(ended) == len(loaders):
+                    return
+                if drops:
+                    continue
+                loaded = loaders[idx].load_cycling()
+            yield loaded
 
 
 class _LoaderBatches:
@@ -313,23 +223,20 @@ class _LoaderBatches:
         self._stream, self._idx, self._name = stream, idx, stream.names[idx]
         self._count = 0
         self._batches = chain.from_iterable(self._pass())
-        self._ahead: _Tuple | None = None
-        self.has_ended = False  # whether the last batch of a pass was loaded
 
     def _pass(self) -> Iterator[Iterator[Any]]:
         before = self._count
         yield self._stream.one_pass(self._idx)
-        self.has_ended = True
         if self._stream.on_pass_end is not None:
             self._stream.on_pass_end(self._idx, self._count - before)
 
     def load(self) -> _Tuple | None:
         """Return the next batch of this pass; None at its end."""
-        loaded, self._ahead = self._ahead, None
-        if loaded is None and (batch := next(self._batches, _END)) is not _END:
-            loaded = batch, self._count, self._idx, self._name
-            self._count += 1
-        return loaded
+        batch = next(self._batches, _END)
+        if batch is _END:
+            return None
+        self._count += 1
+        return batch, self._count - 1, self._idx, self._name
 
     def load_cycling(self) -> _Tuple:
         """Return the next batch; after the last one, start again."""
@@ -339,11 +246,6 @@ class _LoaderBatches:
             loaded = self.load()
         assert loaded is not None  # an empty pass has raised
         return loaded
-
-    def look_ahead(self) -> None:
-        """Load the next batch to see whether the first pass has ended."""
-        if not self.has_ended:
-            self._ahead = self.load()
 
 
 class LoaderOrder:
@@ -401,74 +303,47 @@ class LoaderOrder:
 
 def _make_order(mixing: MixConfig, names: list[str]) -> LoaderOrder | None:
     """Return the order of several loaders; None for one loader after the other."""
-    pattern: Sequence[int] = ()
-    if mixing.pattern is not None:
-        pattern = _resolved_pattern(mixing.pattern, names)
-    elif mixing.weights is not None:
-        weights = _to_integers(_resolved_weights(mixing.weights, names))
-        return LoaderOrder(weights) if len(names) > 1 else None
-    elif mixing.order == "round_robin":
-        pattern = range(len(names))
-    if len(names) == 1 or not pattern:
-        return None
-    return LoaderOrder([list(pattern).count(idx) for idx in range(len(names))], pattern)
+    if mixing.weights is not None:
+        given = mixing.weights
+        if not isinstance(given, Mapping):
+            given = {(names[i : i + 1] or [str(i)])[0]: weight for i, weight in enumerate(given)}
+        _check_names("weights", given, names)
+        order = LoaderOrder(_to_integers([given[name] for name in names]))
+    elif mixing.pattern is not None:
+        in_range = range(len(names))
+        named = [
+            names[one] if isinstance(one, int) and one in in_range else str(one)
+            for one in mixing.pattern
+        ]
+        _check_names("pattern", named, names)
+        pattern = [names.index(name) for name in named]
+        order = LoaderOrder([pattern.count(idx) for idx in in_range], pattern)
+    else:
+        order = LoaderOrder([1] * len(names), range(len(names)))
+    return None if len(names) == 1 or mixing.order == "sequential" else order
 
 
-def _resolved_pattern(pattern: Sequence[str | int], names: list[str]) -> list[int]:
-    for entry in pattern:
-        if isinstance(entry, str):
-            _check_name("pattern", entry, names)
-        elif not 0 <= entry < len(names):
+def _check_names(where: str, used: Iterable[str], names: list[str]) -> None:
+    for name in used:
+        if name not in names:
             raise ArgumentError(
-                f"pattern has loader number {entry}; expected 0 to {len(names) - 1}, or one of "
-                f"{listed(names)}."
+                f"{where} names the loader {show_value(name)}; expected {listed(names)}."
+                f"{nearest(name, names)}"
             )
-    resolved = [names.index(entry) if isinstance(entry, str) else entry for entry in pattern]
-    missing = [name for idx, name in enumerate(names) if idx not in resolved]
+    missing = [name for name in names if name not in used]
     if missing:
         raise ArgumentError(
-            f"pattern {show_value(tuple(pattern))} never loads from {listed(missing)}; expected "
-            "every "
-            "loader in it. Add what is missing, or do not pass that loader."
+            f"{where} has nothing for {listed(missing)}; expected every loader in it. Add what is "
+            "missing, or do not pass that loader."
         )
-    return resolved
-
-
-def _resolved_weights(
-    weights: Mapping[str, float] | Sequence[float], names: list[str]
-) -> list[float]:
-    if not isinstance(weights, Mapping):
-        if len(weights) != len(names):
-            raise ArgumentError(
-                f"weights has {len(weights)} numbers; expected {len(names)}, one for each of "
-                f"{listed(names)}."
-            )
-        return list(weights)
-    for name in weights:
-        _check_name("weights", name, names)
-    missing = [name for name in names if name not in weights]
-    if missing:
-        raise ArgumentError(
-            f"weights has no number for {listed(missing)}; expected one for each of "
-            f"{listed(names)}."
-        )
-    return [weights[name] for name in names]
 
 
 def _to_integers(weights: list[float]) -> list[int]:
     """Return the same proportions in whole numbers; 0.7 is seven tenths, not the nearest float."""
-    exact = [Fraction(w) if isinstance(w, int) else Fraction(repr(float(w))) for w in weights]
+    exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
     return [weight // math.gcd(*whole) for weight in whole]
-
-
-def _check_name(where: str, name: Any, names: list[str]) -> None:
-    if name not in names:
-        hint = nearest(name, names) if isinstance(name, str) else ""
-        raise ArgumentError(
-            f"{where} names the loader {show_value(name)}; expected {listed(names)}.{hint}"
-        )
 
 
 def name_loaders(loaders: Any, what: str) -> dict[str, Any]:

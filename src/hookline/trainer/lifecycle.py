@@ -15,14 +15,6 @@ from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = [
-    "describe_run",
-    "save_after_crash",
-    "start_record",
-    "summarize_hooks",
-    "write_report",
-]
-
 log = logging.getLogger("hookline")
 
 
@@ -72,14 +64,14 @@ def save_after_crash(trainer: Trainer) -> None:
     strategy = trainer.strategy
     if trainer.run is None:
         return
-    if strategy.is_sharded and not strategy.alone:
+    if strategy.is_sharded and strategy.is_distributed:
         log.warning(
             "The state after the exception is not saved (checkpoints.on_crash): this process "
             "has a part of the model, and the others may not be there any more.",
             extra={"own_rank": True},
         )
         return
-    own = "" if strategy.alone else f"_rank{strategy.processes.rank}"
+    own = f"_rank{strategy.processes.rank}" if strategy.is_distributed else ""
     folder = Path(trainer.run.checkpoints) / f"crash_{trainer.step:06d}{own}"
     try:
         trainer.loop.checkpoints.save_after_crash(folder)
@@ -90,7 +82,7 @@ def save_after_crash(trainer: Trainer) -> None:
 def summarize_hooks(trainer: Trainer) -> Summary:
     """Return the summary of the hooks in all processes; after an error, of this process only."""
     summary = trainer.hooks.summary()
-    if trainer.strategy.alone or trainer.status in ("error", "interrupted"):
+    if not trainer.strategy.is_distributed or trainer.status in ("error", "interrupted"):
         return summary
     # Options may be any objects: they are not sent.
     hooks = [replace(hook, options={}, unmasked_options={}) for hook in summary.hooks]
@@ -101,7 +93,7 @@ def summarize_hooks(trainer: Trainer) -> Summary:
 
 def write_report(trainer: Trainer, say: Callable[[str], None]) -> None:
     """Write the run's report, unless a signal asks this process to end soon."""
-    is_wanted = trainer.strategy.is_main and trainer.stop_signal is None
+    is_wanted = trainer.strategy.processes.is_main and trainer.stop_signal is None
     if is_wanted and trainer.run is not None and not trainer.loop.is_forked:
         from hookline.report.report import write_report_at_end
 

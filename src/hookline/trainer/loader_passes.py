@@ -24,9 +24,9 @@ import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -44,14 +44,10 @@ from hookline.loop.random_state import (
 )
 from hookline.trainer.data_stream import length_of
 
-__all__ = ["LoaderPasses", "batch_size_of", "make_passes", "number_of_samples", "skips_indices"]
-
 log = logging.getLogger("hookline")
-_LONG = 5.0  # seconds
 # Seconds between a collective and the fork of workers. A thread of gloo enters Python for a moment
 # after the collective, and a process that is forked in that moment waits for ever (Python 3.11).
 _SETTLING = 0.002
-_END = object()
 _CPU = torch.device("cpu")  # samplers draw nothing on other devices
 
 SeedKey = tuple[int, ...] | None  # what the seeds of samples are made from
@@ -60,12 +56,7 @@ SeedKey = tuple[int, ...] | None  # what the seeds of samples are made from
 def make_passes(loader: Any, name: str, seed_key: SeedKey, *, fast_forward: bool) -> LoaderPasses:
     """Return the passes over a loader in an epoch, by what can be done with it.
 
-    Args:
-        loader: the loader.
-        name: its name.
-        seed_key: what the seeds of its samples are made from, with the number of the pass; None if
-            they get none.
-        fast_forward: load batches again and drop them, although indices could be skipped.
+    With `fast_forward`, batches are loaded again and dropped although indices could be skipped.
     """
     inner = getattr(loader, "base_dataloader", loader)  # Accelerate's have a state if theirs has
     kind = LoaderPasses
@@ -96,31 +87,21 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 class LoaderPasses:
-    """Passes over any object with `__iter__` in an epoch.
-
-    Attributes:
-        draws_late: whether a continued pass uses global random numbers as it goes.
-    """
+    """Passes over any object with `__iter__` in an epoch."""
 
     def __init__(
         self, loader: Any, name: str, seed_key: SeedKey = None, *, fast_forward: bool
     ) -> None:
         self.loader, self.name = loader, name
-        self.draws_late = False
+        self.draws_late = False  # whether a continued pass uses global random numbers as it goes
         self._seed_key, self._fast_forward = seed_key, fast_forward
         self._generators = generators_of([loader])
         self._start: dict[str, Any] | None = None  # the random states when the pass began
-        self._iterator: Iterator[Any] | None = None
         self._ended: list[list[int]] = []  # of this epoch: length of passes, how many
-
-    @property
-    def workers(self) -> int:
-        """The number of the loader's worker processes."""
-        return int(getattr(self.loader, "num_workers", 0))
 
     def start(self) -> Iterator[Any]:
         """Start a pass."""
-        self._start = _pass_state(self._generators)
+        self._start = pass_state(self._generators)
         return iter(self.loader)
 
     def end(self, length: int) -> None:
@@ -144,71 +125,45 @@ class LoaderPasses:
         """Return the number of batches in the passes that have ended."""
         return sum(length * times for length, times in self._ended)
 
-    def _key_of_pass(self) -> SeedKey:
-        if self._seed_key is None:
-            return None
-        return (*self._seed_key, sum(times for _, times in self._ended))
-
     def indices_of(self, batch_idx: int) -> Any:
         """Return the indices of a recent batch, by its number in the epoch; None if unknown."""
         return None
 
     # Saving and continuing.
 
-    def state_dict(self, *, loads_ahead: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what is needed to continue in this epoch."""
         return {
-            "pass": None if self._start is None else self._pass_dict(loads_ahead=loads_ahead),
+            "pass": None if self._start is None else self._pass_dict(),
             "ended": [list(pair) for pair in self._ended],
             "persistent_workers": bool(getattr(self.loader, "persistent_workers", False)),
             "has_workers": self.has_workers,
-            "worker_seed": self.worker_seed(),
+            "worker_seed": self.worker_seed,
             "samples": number_of_samples(self.loader),
             "batch_size": batch_size_of(self.loader),
         }
 
-    def _pass_dict(self, *, loads_ahead: bool) -> dict[str, Any]:
+    def _pass_dict(self) -> dict[str, Any]:
         return {"start": self._start}
 
     def restore_ended(self, saved: Mapping[str, Any]) -> None:
         """Restore the lengths of the passes that had ended."""
         self._ended = [list(pair) for pair in saved["ended"]]
 
-    def prepare(self, saved: Mapping[str, Any], delivered: int) -> None:
-        """Go to where a pass was after so many batches; changes the random states."""
-        _restore_pass_state(saved["start"], self._generators)
-        self._iterator = self.start()
+    def continue_pass(
+        self, saved: Mapping[str, Any], delivered: int
+    ) -> Callable[[], Iterator[Any]]:
+        """Go to where a pass was after so many batches; return a function that returns the rest.
+
+        This changes the random states. They are restored before the function is called.
+        """
+        restore_pass_state(saved["start"], self._generators)
+        iterator = self.start()
         self._start = saved["start"]
-        self._drop(min(delivered, 1), delivered)
-        after_first = random_state(_CPU)
-        self._drop(delivered - min(delivered, 1), delivered)
-        is_same = is_same_state(after_first, random_state(_CPU))
-        self.draws_late = not self._fast_forward and not is_same
-
-    def _drop(self, n: int, of: int) -> None:
-        """Load n batches and drop them."""
-        assert self._iterator is not None
-        begin = monotonic()
-        for i in range(n):
-            if next(self._iterator, _END) is _END:
-                raise CheckpointError(
-                    f"The checkpoint was made after {of} batches of the train loader "
-                    f"'{self.name}', but it has only {of - n + i}. Resume with the data of the run."
-                )
-            if monotonic() - begin > _LONG:
-                begin = float("inf")
-                log.warning(
-                    "Resuming loads the first %d batches of the train loader '%s' again and drops "
-                    "them. A DataLoader with a map-style dataset skips them without loading.",
-                    of,
-                    self.name,
-                )
-
-    def resume(self) -> Iterator[Any]:
-        """Return the rest of the pass that `prepare` has prepared."""
-        iterator, self._iterator = self._iterator, None
-        assert iterator is not None
-        return iterator
+        log.info("Loading %d batches of the train loader '%s' again.", delivered, self.name)
+        draws_late = _skip(iterator, delivered, f"the train loader '{self.name}'")
+        self.draws_late = draws_late and not self._fast_forward
+        return lambda: iterator
 
     # Workers that the loader keeps for its next passes.
 
@@ -218,8 +173,9 @@ class LoaderPasses:
         keeps = getattr(self.loader, "persistent_workers", False)
         return bool(keeps) and getattr(self.loader, "_iterator", None) is not None
 
+    @property
     def worker_seed(self) -> torch.Tensor | None:
-        """Return the state of the generator from which the workers' seed was drawn."""
+        """The state of the generator from which the workers' seed was drawn."""
         return None
 
     def restore_workers(self, has_workers: bool, seed: torch.Tensor | None) -> None:
@@ -236,18 +192,19 @@ class LoaderPasses:
 class StatefulPasses(LoaderPasses):
     """Passes over a loader that saves and restores its own position."""
 
-    def _pass_dict(self, *, loads_ahead: bool) -> dict[str, Any]:
-        if loads_ahead:  # it may be ahead of what was trained on
-            return {"start": self._start}
+    def _pass_dict(self) -> dict[str, Any]:
         return {"start": self._start, "loader": self.loader.state_dict()}
 
-    def prepare(self, saved: Mapping[str, Any], delivered: int) -> None:
+    def continue_pass(
+        self, saved: Mapping[str, Any], delivered: int
+    ) -> Callable[[], Iterator[Any]]:
+        """Return a function that continues the pass at the position that the loader has saved."""
         if "loader" not in saved or self._fast_forward:
-            super().prepare(saved, delivered)
-            return
+            return super().continue_pass(saved, delivered)
         self._start = dict(saved["start"])
         self.loader.load_state_dict(saved["loader"])
-        self._iterator = iter(self.loader)
+        iterator = iter(self.loader)
+        return lambda: iterator
 
 
 class DataLoaderPasses(LoaderPasses):
@@ -272,14 +229,26 @@ class DataLoaderPasses(LoaderPasses):
                 self._sampler.worker_seed = getattr(previous, "worker_seed", None)
                 workers._index_sampler = self._sampler
 
+    @property
+    def worker_seed(self) -> torch.Tensor | None:
+        """The seed of the workers of the latest pass."""
+        return self._sampler.worker_seed
+
     def start(self) -> Iterator[Any]:
-        self._start = _pass_state(self._generators)
+        """Start a pass."""
+        self._start = pass_state(self._generators)
         self._reuses_workers = self.has_workers
-        draws_seed = not self._reuses_workers
-        self._sampler.begin(self._start, self._key_of_pass(), draws_seed=draws_seed)
+        self._begin(self._start, draws_seed=not self._reuses_workers)
         return self._iterate(self.loader.generator)
 
+    def _begin(self, start: dict[str, Any], *, draws_seed: bool) -> None:
+        key = self._seed_key
+        if key is not None:
+            key = (*key, sum(times for _, times in self._ended))
+        self._sampler.begin(start, key, draws_seed=draws_seed)
+
     def indices_of(self, batch_idx: int) -> Any:
+        """Return the indices of a recent batch, by its number in the epoch; None if unknown."""
         number = batch_idx + 1 - self.ended_batches()
         return self._sampler.recent(number) if self._has_indices else None
 
@@ -298,48 +267,43 @@ class DataLoaderPasses(LoaderPasses):
             self.loader._iterator = loader._iterator
         return iterator
 
-    def _pass_dict(self, *, loads_ahead: bool) -> dict[str, Any]:
+    def _pass_dict(self) -> dict[str, Any]:
         return {
             "start": self._start,
             "reuses_workers": self._reuses_workers,
-            "worker_seed": self._sampler.worker_seed,
+            "worker_seed": self.worker_seed,
             "indices": self._sampler.state_dict() if self._has_indices else None,
         }
 
-    def prepare(self, saved: Mapping[str, Any], delivered: int) -> None:
+    def continue_pass(
+        self, saved: Mapping[str, Any], delivered: int
+    ) -> Callable[[], Iterator[Any]]:
+        """Return a function that continues the pass behind the indices that were delivered."""
         if saved["indices"] is None or self._fast_forward:
             self.restore_workers(saved["reuses_workers"], saved["worker_seed"])
-            super().prepare(saved, delivered)
-            return
+            return super().continue_pass(saved, delivered)
         self._start, self._reuses_workers = dict(saved["start"]), saved["reuses_workers"]
-        self._sampler.begin(self._start, self._key_of_pass(), draws_seed=False)
-        self._sampler.load_state_dict(saved["indices"], delivered)
+        self._begin(self._start, draws_seed=False)
+        self.draws_late = self._sampler.load_state_dict(saved["indices"], delivered)
         self._sampler.worker_seed = saved["worker_seed"]
-        self.draws_late = self._sampler.draws_late
-
-    def resume(self) -> Iterator[Any]:
-        if self._iterator is not None:
-            return super().resume()
         self.loader._iterator = None  # of another pass
-        return self._iterate(_generator_with(self._sampler.worker_seed))
-
-    def worker_seed(self) -> torch.Tensor | None:
-        return self._sampler.worker_seed
+        return lambda: self._iterate(generator_with(self.worker_seed))
 
     def _start_workers(self, seed: torch.Tensor | None) -> None:
         self._sampler.give_none()
-        self._iterate(_generator_with(seed))
+        self._iterate(generator_with(seed))
         self._sampler.worker_seed = seed
 
 
-def _generator_with(state: torch.Tensor | None) -> torch.Generator:
+def generator_with(state: torch.Tensor | None) -> torch.Generator:
+    """Return a generator with this state."""
     generator = torch.Generator()
     if state is not None:
         generator.set_state(state.cpu())
     return generator
 
 
-def _pass_state(generators: Sequence[Any]) -> dict[str, Any]:
+def pass_state(generators: Sequence[Any]) -> dict[str, Any]:
     """Return the states of the global generators and of these."""
     return {
         "random": random_state(_CPU),
@@ -347,11 +311,24 @@ def _pass_state(generators: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _restore_pass_state(state: Mapping[str, Any], generators: Sequence[Any]) -> None:
-    """Restore the states that `_pass_state` returned."""
+def restore_pass_state(state: Mapping[str, Any], generators: Sequence[Any]) -> None:
+    """Restore the states that `pass_state` returned."""
     restore_random_state(state["random"], _CPU)
     for generator, saved in zip(generators, state["generators"], strict=True):
         set_generator_state(generator, saved)
+
+
+def _skip(items: Iterator[Any], n: int, what: str) -> bool:
+    """Drop n items; return whether those after the first use global random numbers."""
+    found = sum(1 for _ in islice(items, min(n, 1)))
+    after_first = random_state(_CPU)
+    found += sum(1 for _ in islice(items, n - found))
+    if found < n:
+        raise CheckpointError(
+            f"The checkpoint was made after {n} batches of {what}, but it has only {found}. Resume "
+            "with the data of the run."
+        )
+    return not is_same_state(after_first, random_state(_CPU))
 
 
 class IndexSampler:
@@ -364,10 +341,7 @@ class IndexSampler:
         self, sampler: Any, generators: Sequence[Any], seeder: torch.Generator, ahead: int
     ) -> None:
         self.worker_seed: torch.Tensor | None = None  # the state from which the seed was drawn
-        self.draws_late = False  # whether the sampler uses global random numbers within a pass
-        self._sampler = sampler
-        self._generators = generators
-        self._seeder = seeder
+        self._sampler, self._generators, self._seeder = sampler, generators, seeder
         self._seed_key: SeedKey = None
         self._start: dict[str, Any] | None = None  # random states when the pass begins
         self._first: dict[str, Any] | None = None  # the same, when the first index is drawn
@@ -392,15 +366,15 @@ class IndexSampler:
         if self._continued is not None:
             return self._continued
         if not self._is_new:
-            self._start = _pass_state(self._generators)
+            self._start = pass_state(self._generators)
         self._is_new = False
-        self._drawn, self._is_over = 0, False
+        self._first, self._drawn, self._is_over = None, 0, False
         self._recent.clear()
         indices = iter(self._sampler)
         if self._draws_seed:
             self._draws_seed = False
             self.worker_seed = self._seeder.get_state()
-        return self._with_seeds(self._draw_first(indices))
+        return self._with_seeds(self._draw(indices))
 
     def recent(self, number: int) -> Any:
         """Return what was drawn as this number, from 1; None if that is long ago or to come."""
@@ -424,38 +398,32 @@ class IndexSampler:
             "recent": [_pack(one) for one in recent] if all(map(_is_plain, recent)) else [],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], delivered: int) -> None:
-        """Continue a pass after so many delivered batches, with the next iterator."""
-        recent = [_unpack(one) for one in state["recent"]]
+    def load_state_dict(self, state: Mapping[str, Any], delivered: int) -> bool:
+        """Continue a pass after so many delivered batches, with the next iterator.
+
+        Return whether the sampler uses global random numbers within a pass.
+        """
+        recent = [one.tolist() if isinstance(one, torch.Tensor) else one for one in state["recent"]]
         waiting = state["drawn"] - delivered
         if not 0 <= waiting <= len(recent):
             waiting = 0
         drawn = delivered + waiting
-        _restore_pass_state(state["start"], self._generators)
+        restore_pass_state(state["start"], self._generators)
         indices = iter(self._sampler)
-        _restore_pass_state(state["first"], self._generators)
-        found = _skip(indices, min(drawn, 1))
-        after_first = random_state(_CPU)
-        found += _skip(indices, drawn - found)
-        if found < drawn:
-            raise CheckpointError(
-                f"The checkpoint was made after {drawn} batches were drawn from a loader, but "
-                f"its sampler has only {found}. Resume with the data of the run."
-            )
+        restore_pass_state(state["first"], self._generators)
+        draws_late = _skip(indices, drawn, "a loader's sampler")
         if state["is_over"]:  # a sampler may draw random numbers at its end, too
-            _skip(indices, 1)
-        self.draws_late = not is_same_state(after_first, random_state(_CPU))
+            next(indices, None)
         self._start, self._first = state["start"], state["first"]
         self._drawn, self._is_over = drawn, state["is_over"]
         self._recent.extend(recent)
         rest = chain(recent[len(recent) - waiting :], self._draw(indices))
         self._continued = self._with_seeds(rest)
-
-    def _draw_first(self, indices: Iterator[Any]) -> Iterator[Any]:
-        self._first = _pass_state(self._generators)
-        yield from self._draw(indices)
+        return draws_late
 
     def _draw(self, indices: Iterator[Any]) -> Iterator[Any]:
+        if self._first is None:
+            self._first = pass_state(self._generators)
         for index in indices:
             self._drawn += 1
             self._recent.append(index)
@@ -466,11 +434,6 @@ class IndexSampler:
         """Return the indices with their seeds, for a `SeededDataset`; as they are without a key."""
         key = self._seed_key
         return indices if key is None else (SeededIndex(key, index) for index in indices)
-
-
-def _skip(indices: Iterator[Any], n: int) -> int:
-    """Draw indices and drop them; return how many there were."""
-    return sum(1 for _ in islice(indices, n))
 
 
 def _is_plain(index: Any) -> bool:
@@ -484,10 +447,6 @@ def _pack(index: Any) -> Any:
     if type(index) is list and index and all(type(one) is int for one in index):
         return torch.frombuffer(array("q", index), dtype=torch.int64)
     return index
-
-
-def _unpack(index: Any) -> Any:
-    return index.tolist() if isinstance(index, torch.Tensor) else index
 
 
 class SeededIndex(NamedTuple):

@@ -17,8 +17,6 @@ from hookline.loop.event_context import EventContext
 from hookline.printable import printable
 from hookline.tensors.nested import describe_structure
 
-__all__ = ["BatchPlace", "LossCheck", "LossComputer", "TokenCount", "mean_loss", "mean_metrics"]
-
 log = logging.getLogger("hookline")
 _NO_METRICS: Mapping[str, Any] = MappingProxyType({})
 _TARGETS = ("labels", "targets", "target", "label", "y")
@@ -60,10 +58,7 @@ class LossComputer:
             outputs = model(inputs)
             if self.loss_fn is None:
                 return self._default_loss(outputs, targets), _NO_METRICS
-            try:
-                loss = self.loss_fn(outputs, targets)
-            except IndexError as error:
-                raise _explain_index_error(error, outputs, targets) from error
+            loss = self.loss_fn(outputs, targets)
             if type(loss) is torch.Tensor and not loss.ndim:
                 return loss, _NO_METRICS
             return _checked(loss, "loss_fn")[0], _NO_METRICS
@@ -100,11 +95,7 @@ class LossComputer:
 
     def _default_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
-            raise TrainingError(
-                f"No default loss for outputs {describe_structure(outputs)} and targets "
-                f"{describe_structure(targets)}. Give loss_fn(outputs, targets) or "
-                "step_fn(model, batch)."
-            )
+            raise _no_default(outputs, targets, "one of them is not a tensor")
         is_integer = not targets.is_floating_point()
         if not self._announced_default:
             self._announced_default = True
@@ -115,12 +106,9 @@ class LossComputer:
             )
         if not is_integer:
             if outputs.shape != targets.shape:
-                raise _shapes_differ("the mean squared error", outputs, targets, "the same shape")
+                raise _no_default(outputs, targets, "the mean squared error needs the same shape")
             return F.mse_loss(outputs, targets)
-        try:
-            return F.cross_entropy(_classes_second(outputs, targets), targets.long())
-        except IndexError as error:
-            raise _explain_index_error(error, outputs, targets) from error
+        return F.cross_entropy(_classes_second(outputs, targets), targets.long())
 
 
 def _explain_wrapper(error: AttributeError, model: torch.nn.Module) -> None:
@@ -144,41 +132,19 @@ def _classes_second(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     is_second = outputs.ndim == targets.ndim + 1 and shape[:1] + shape[2:] == expected
     is_last = outputs.ndim == targets.ndim + 1 and shape[:-1] == expected
     if is_second and is_last and outputs.ndim > 2:
-        raise TrainingError(
-            f"The outputs are {describe_structure(outputs)} and the targets "
-            f"{describe_structure(targets)}: the classes may be the second or the last dimension. "
-            "Give loss_fn(outputs, targets)."
-        )
+        why = "the classes may be the second or the last dimension"
+        raise _no_default(outputs, targets, why)
     if not is_second and not is_last:
-        needed = "one dimension more in the outputs, with the classes"
-        raise _shapes_differ("cross-entropy", outputs, targets, needed)
+        why = "cross-entropy needs one dimension more in the outputs, with the classes"
+        raise _no_default(outputs, targets, why)
     return outputs if is_second else outputs.movedim(-1, 1)
 
 
-def _shapes_differ(
-    loss: str, outputs: torch.Tensor, targets: torch.Tensor, needed: str
-) -> TrainingError:
+def _no_default(outputs: Any, targets: Any, why: str) -> TrainingError:
     return TrainingError(
-        f"The default loss for these targets is {loss}, which needs {needed}, but the outputs are "
-        f"{describe_structure(outputs)} and the targets {describe_structure(targets)}. Reshape one "
-        "of them, or give loss_fn(outputs, targets)."
-    )
-
-
-def _explain_index_error(error: IndexError, outputs: Any, targets: Any) -> Exception:
-    """Return an error that names the target that is not a class, if that is the cause."""
-    if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
-        return error
-    if outputs.ndim != targets.ndim + 1 or targets.is_floating_point():
-        return error
-    classes = outputs.shape[-1 if outputs.shape[:-1] == targets.shape else 1]
-    wrong = targets[(targets >= classes) | ((targets < 0) & (targets != -100))]
-    if not wrong.numel():
-        return error
-    return TrainingError(
-        f"A target is {wrong[0].item()}, but the outputs {describe_structure(outputs)} have "
-        f"{classes} classes: targets are 0 to {classes - 1}. Change the targets, or the size of "
-        "the model's last layer."
+        f"There is no default loss: {why}, but the outputs are {describe_structure(outputs)} and "
+        f"the targets {describe_structure(targets)}. Reshape one of them, or give "
+        "loss_fn(outputs, targets) or step_fn(model, batch)."
     )
 
 
@@ -197,12 +163,11 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
             if name != "loss"
         }
         for name, value in metrics.items():
-            if type(name) is not str and not isinstance(name, str):
-                raise TrainingError(f"{where} returned a metric named {show_value(name)}.")
-            if not _is_number(value):
+            if not isinstance(name, str) or not _is_number(value):
                 raise TrainingError(
-                    f"{where} returned {describe_structure(value)} as the metric '{name}'. "
-                    "Expected a number or a tensor with one element: return the loss and numbers."
+                    f"{where} returned {describe_structure(value)} as the metric "
+                    f"{show_value(name)}. Expected a name, and a number or a tensor with one "
+                    "element: return the loss and numbers."
                 )
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainingError(
@@ -215,12 +180,8 @@ def _checked(result: Any, where: str) -> tuple[torch.Tensor, Mapping[str, Any]]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
-    if isinstance(value, int | float):
-        return True
     try:
-        return hasattr(type(value), "__float__") and isinstance(float(value), float)
-    except OverflowError:  # a number above the range of floats
-        return True
+        return isinstance(value, int) or (hasattr(value, "__float__") and float(value) is not None)
     except (TypeError, ValueError):  # such as an array with several elements
         return False
 
@@ -238,16 +199,12 @@ class BatchPlace(NamedTuple):
 
 
 class LossCheck:
-    """Checks losses as `on_nan` says.
-
-    With "stop" and `deferred`, a loss is copied to the CPU while training continues and is checked
-    one batch later.
-    """
+    """Checks losses as `on_nan` says; with "stop" and `deferred`, one batch later."""
 
     def __init__(self, on_nan: Literal["stop", "skip", "continue"], *, deferred: bool) -> None:
         self._on_nan = on_nan
         self._deferred = deferred
-        self._copies: list[tuple[torch.Tensor, Any, BatchPlace]] = []
+        self._copies: list[tuple[torch.Tensor, Any, BatchPlace]] = []  # on the way to the CPU
 
     def check(self, loss: Any, place: BatchPlace) -> str | TrainingError:
         """Return why the step is skipped ("" if not), or the error to raise after this batch.

@@ -16,8 +16,6 @@ from hookline.runs.run_lookup import shorten_path
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
-__all__ = ["Preempted", "requeue", "requeue_slurm_job", "save_for_signal"]
-
 log = logging.getLogger("hookline")
 
 _TIMEOUT = 30.0  # seconds
@@ -75,7 +73,7 @@ def requeue(trainer: Trainer) -> None:
     requests = trainer.loop.requests
     if trainer.config.checkpoints.requeue:
         requests.is_requeued = "SLURM_JOB_ID" in os.environ  # Slurm ends the job with SIGTERM
-        is_main = trainer.strategy.is_main
+        is_main = trainer.strategy.processes.is_main
         if is_main and not requeue_slurm_job(requests.seconds_before_kill()):
             requests.is_requeued = False
 
@@ -83,14 +81,10 @@ def requeue(trainer: Trainer) -> None:
 def requeue_slurm_job(seconds: float | None = None) -> bool:
     """Requeue the Slurm job of this process; return whether Slurm has accepted it, or still may.
 
-    Outside of a Slurm job this does nothing. A failure is logged as an error and does not raise:
-    the checkpoint is saved already, and the job can be submitted again by hand. In an array job the
-    task is requeued, not the array.
-
-    Args:
-        seconds: how long this process has left; half of it is waited for an answer, 30 seconds at
-            most. A call that is not answered then goes on, because nothing else brings the job
-            back.
+    Outside of a Slurm job this does nothing. A failure is logged and does not raise: the checkpoint
+    is saved already, and the job can be submitted again by hand. Of the seconds that this process
+    has left, half is waited for an answer, 30 at most. A call that is not answered then goes on,
+    because nothing else brings the job back.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:

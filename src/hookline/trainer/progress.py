@@ -12,12 +12,11 @@ import importlib.util
 import logging
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
 from hookline.printable import printable, printable_message
 
@@ -30,19 +29,13 @@ if TYPE_CHECKING:
 
     Loss = LazyFloat | torch.Tensor | float | None
 
-__all__ = ["Progress", "make_progress"]
-
 Kind = Literal["auto", "bar", "plain", "jupyter", "off"]
 MAX_GAP = 16  # batches between two looks at the clock, few in case batches become slow
 WINDOW = 30.0  # seconds that speed and time left are computed from
-ERASE = "\r\x1b[2K"
 
 
 class Progress:
-    """Counts batches and decides when to show them. This one shows nothing; others say how.
-
-    As a context manager it ends with the block.
-    """
+    """Counts batches and decides when to show them. This one shows nothing; others say how."""
 
     shows = False
     waits = False  # whether to wait for the device's newest loss, or to show the one before
@@ -127,14 +120,7 @@ class Progress:
         why = f": {reason}" if reason else ""
         self.say(f"{status} after {steps} step{plural} in {_duration(now - self._started)}{why}")
         if summary and summary.hooks:
-            self._attempt(self._print_summary, summary)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        failed = "error" if kind and issubclass(kind, Exception) else "interrupted"
-        self.end(failed if kind else "completed", None)
+            self._attempt(self._print, str(summary))
 
     def _attempt(self, show: Callable[..., None], *args: Any) -> None:
         """Show something unless the output failed before: a closed pipe must not stop training."""
@@ -186,8 +172,6 @@ class Progress:
     def _close(self) -> None: ...
     def _show(self, now: float, loss: Loss) -> None: ...
     def _print(self, text: str) -> None: ...
-    def _print_summary(self, summary: Summary) -> None:
-        self._print(str(summary))
 
 
 class PlainProgress(Progress):
@@ -217,7 +201,7 @@ class PlainProgress(Progress):
 class BarProgress(Progress):
     """One line with a rich bar; printed and logged lines appear above it.
 
-    There is no thread and the cursor is never hidden, so debuggers, forks and kills are safe.
+    There is no thread and the cursor is not hidden, so debuggers, forks and kills are safe.
     """
 
     shows = True
@@ -225,49 +209,32 @@ class BarProgress(Progress):
     def __init__(self, console: Console, clock: Callable[[], float] = monotonic) -> None:
         super().__init__(clock)
         self._console, self._stream = console, cast(TextIO, console.file)
-        self._cleanup, self._lock, self._drawn = contextlib.ExitStack(), threading.RLock(), ""
-        self._visible = self._unfinished = False
+        self._cleanup = contextlib.ExitStack()
 
     def _open(self) -> None:
-        for name in ("stdout", "stderr"):  # a stream that is redirected to a file is left alone
-            real: TextIO = getattr(sys, name)
-            if _is_terminal(self._stream) and _is_terminal(real):
-                proxy = _AboveBar(real, self._write_above)
-                setattr(sys, name, proxy)
-                self._cleanup.callback(setattr, sys, name, real)
-                for handler in _handlers_of(real):  # those made before the bar hold the stream
-                    handler.setStream(proxy)
-                    self._cleanup.callback(handler.setStream, real)
+        from rich.live import Live
+
+        real = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+        shared = {n: _is_terminal(self._stream) and _is_terminal(s) for n, s in real.items()}
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=shared["stdout"],  # not a stream that goes to a file
+            redirect_stderr=shared["stderr"],
+        )
+        self._live.start()
+        self._cleanup.callback(self._live.stop)
+        self._console.show_cursor(True)
+        for name, stream in real.items():
+            for handler in _handlers_of(stream) if shared[name] else ():
+                handler.setStream(getattr(sys, name))  # made before the bar, it holds the stream
+                self._cleanup.callback(handler.setStream, stream)
 
     def _close(self) -> None:
-        self._cleanup.close()
-        if self._visible:
-            self._stream.write("\n")  # the bar stays where it is
-            self._stream.flush()
-        self._drawn, self._visible, self._unfinished = "", False, False
-
-    def _write_above(self, stream: TextIO, text: str) -> None:
-        with self._lock:
-            if self._visible:
-                self._stream.write(ERASE)
-                self._stream.flush()
-            stream.write(text)
-            stream.flush()
-            self._unfinished = not text.endswith("\n")
-            # An unfinished line is left to its writer; and in a debugger a prompt comes next.
-            self._visible = bool(self._drawn) and not self._unfinished and sys.gettrace() is None
-            if self._visible:
-                self._stream.write(self._drawn)
-                self._stream.flush()
+        self._cleanup.close()  # the bar stays where it is
 
     def _show(self, now: float, loss: Loss) -> None:
-        with self._console.capture() as drawn:
-            self._console.print(self._line(self._parts(now, loss)), end="")
-        with self._lock:
-            self._drawn = drawn.get().rstrip("\n")
-            self._stream.write(("\n" if self._unfinished else ERASE) + self._drawn)
-            self._stream.flush()
-            self._visible, self._unfinished = True, False
+        self._live.update(self._line(self._parts(now, loss)), refresh=True)
 
     def _line(self, parts: dict[str, str]) -> Any:
         from rich.progress_bar import ProgressBar
@@ -290,33 +257,9 @@ class BarProgress(Progress):
         return line
 
     def _print(self, text: str) -> None:
-        self._write_above(self._stream, _encodable(text, self._stream) + "\n")
-
-    def _print_summary(self, summary: Summary) -> None:
         from rich.text import Text
 
-        # The table in rich's colours, with what needs attention in red.
-        lines = str(summary).splitlines()
-        troubled = [bool(h.failures) or h.status == "failed" for h in summary.hooks]
-        styles = ["bold", *("red" if trouble else "" for trouble in troubled)]
-        for line, style in zip(lines, styles + ["red"] * len(lines), strict=False):
-            self._console.print(Text(_encodable(line, self._stream), style))
-
-
-class _AboveBar:
-    """A proxy of `sys.stdout` or `sys.stderr` that writes above the bar."""
-
-    def __init__(self, real: TextIO, write_above: Callable[[TextIO, str], None]) -> None:
-        self._real, self._write_above, self._process = real, write_above, os.getpid()
-
-    def write(self, text: str) -> int:
-        if os.getpid() == self._process:
-            self._write_above(self._real, text)
-            return len(text)
-        return self._real.write(text)  # a forked worker has no bar
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+        self._console.print(Text(_encodable(text, self._stream)), soft_wrap=True)
 
 
 class JupyterProgress(Progress):
@@ -341,11 +284,9 @@ class JupyterProgress(Progress):
 def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -> Progress:
     """Return a display; "auto" or True chooses the one for the place where the program runs."""
     chosen = {True: "auto", False: "off"}.get(kind, kind) if isinstance(kind, bool) else kind
-    if chosen not in get_args(Kind):
-        raise ValueError(f"progress={kind!r} is unknown; use one of {', '.join(get_args(Kind))}")
     out = sys.stdout if stream is None else stream
     if chosen == "auto":
-        chosen = "jupyter" if in_kernel() else "bar" if _can_show_bar(out) else "plain"
+        chosen = "jupyter" if _in_kernel() else "bar" if _can_show_bar(out) else "plain"
     if chosen == "bar":
         from rich.console import Console
 
@@ -355,9 +296,9 @@ def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -
     return PlainProgress(out) if chosen == "plain" else Progress()
 
 
-def in_kernel(modules: Mapping[str, Any] = sys.modules) -> bool:
+def _in_kernel() -> bool:
     """Return whether this runs in a Jupyter kernel, which has imported IPython."""
-    shell = getattr(modules.get("IPython"), "get_ipython", lambda: None)()
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
 
 

@@ -19,18 +19,15 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.random_state import (
     draw_apart,
-    generator_state,
     generators_of,
     random_state,
     restore_random_state,
-    set_generator_state,
 )
 from hookline.trainer.data_stream import length_of, name_loaders
-
-__all__ = ["end_together", "set_loader_epoch", "share_loaders"]
+from hookline.trainer.loader_passes import pass_state, restore_pass_state
 
 _CPU = torch.device("cpu")
 _END: Final = object()
@@ -39,18 +36,14 @@ _END: Final = object()
 class SharedItems:
     """The share of this process in what a sampler, a batch sampler or a loader gives.
 
-    Args:
-        source: gives the same in all processes. Of a loader, every process loads all batches.
-        processes: the processes.
-        generators: the generators that the source uses; None for those that it then has itself.
-        draws_late: see `_draw_alike`.
-        fill: whether the last round is filled up, so that all processes have equally many.
+    Of a loader, every process loads all batches. `generators` are those that the source uses; None
+    for those that it then has itself. For `draws_late` see `_draw_alike`.
     """
 
     def __init__(
         self,
         source: Any,
-        processes: OneProcess,
+        processes: SingleProcessGroup,
         generators: Sequence[Any] | None,
         *,
         draws_late: bool,
@@ -77,34 +70,32 @@ class SharedItems:
 
 
 def _draw_alike(
-    source: Iterable[Any], processes: OneProcess, generators: Sequence[Any], *, draws_late: bool
+    source: Iterable[Any],
+    processes: SingleProcessGroup,
+    generators: Sequence[Any],
+    *,
+    draws_late: bool,
 ) -> Iterator[Any]:
     """Iterate with the random states of rank 0, so that all processes get the same items.
 
-    Args:
-        source: what is iterated over, the same in all processes.
-        processes: the processes.
-        generators: the generators that the source uses.
-        draws_late: whether items after the first may use global random numbers, too. Training uses
-            them in between, and other ones in each process: the items get a sequence of their own.
+    If items after the first may use global random numbers, too (`draws_late`), they get a sequence
+    of their own: training uses these numbers in between, and other ones in each process.
     """
-    own = random_state(_CPU)
-    states = own, [generator_state(generator) for generator in generators]
-    shared, of_generators = processes.broadcast(states)
-    restore_random_state(shared, _CPU)
-    for generator, state in zip(generators, of_generators, strict=True):
-        set_generator_state(generator, state)
+    own = pass_state(generators)
+    restore_pass_state(processes.broadcast(own), generators)
     items = iter(source)
     first = next(items, _END)  # samplers draw their order here
     after_first = random_state(_CPU) if draws_late else None
     if not processes.is_main:
-        restore_random_state(own, _CPU)
+        restore_random_state(own["random"], _CPU)
     if first is not _END:
         yield first
         yield from items if after_first is None else draw_apart(items, after_first)
 
 
-def _take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> Iterator[Any]:
+def _take_share(
+    items: Iterator[Any], processes: SingleProcessGroup, *, fill: bool
+) -> Iterator[Any]:
     """Iterate over the items of this process: every n-th."""
     rank, size = processes.rank, processes.size
     first: list[Any] = []  # items of the beginning, to fill up the last round
@@ -120,7 +111,9 @@ def _take_share(items: Iterator[Any], processes: OneProcess, *, fill: bool) -> I
             return
 
 
-def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool) -> dict[str, Any]:
+def share_loaders(
+    loaders: Any, processes: SingleProcessGroup, what: str, *, fill: bool
+) -> dict[str, Any]:
     """Return the loaders by name, each with the share of this process, filled up or not.
 
     A loader whose sampler is a `DistributedSampler`, or that saves its own position, is shared
@@ -132,7 +125,7 @@ def share_loaders(loaders: Any, processes: OneProcess, what: str, *, fill: bool)
     }
 
 
-def _share_loader(loader: Any, processes: OneProcess, *, fill: bool) -> Any:
+def _share_loader(loader: Any, processes: SingleProcessGroup, *, fill: bool) -> Any:
     if processes.size == 1 or _is_shared(loader):
         return loader
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -181,7 +174,7 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def end_together(batches: Iterator[Any], processes: OneProcess) -> Iterator[Any]:
+def end_together(batches: Iterator[Any], processes: SingleProcessGroup) -> Iterator[Any]:
     """Iterate over batches until one of the processes has no more; asks them for each batch."""
     while True:
         batch = next(batches, _END)

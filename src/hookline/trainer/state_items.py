@@ -11,15 +11,13 @@ import torch
 
 from hookline.loop.checkpoints import numbers_in
 from hookline.loop.loop_state import StateItem
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.tensors.sharded import shard_like
 from hookline.trainer.data_position import adapt_position, describe_position
 from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
-
-__all__ = ["EpochProgress", "make_items"]
 
 
 @dataclass
@@ -62,7 +60,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         progress.last_epoch = epoch
         context.epoch = epoch if is_over else position.epoch
 
-    def adapt(saved: Sequence[Any], processes: OneProcess) -> Any:
+    def adapt(saved: Sequence[Any], processes: SingleProcessGroup) -> Any:
         length = None if trainer.train_data is None else trainer.train_data.length()
         return adapt_position(saved, processes, length, trainer.device)
 
@@ -93,7 +91,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
     ]
 
 
-def _adapt_tokens(saved: Sequence[int], processes: OneProcess) -> int:
+def _adapt_tokens(saved: Sequence[int], processes: SingleProcessGroup) -> int:
     return sum(saved) // processes.size
 
 

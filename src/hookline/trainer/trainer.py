@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -44,6 +45,7 @@ from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_h
 from hookline.context import LazyFloat, Metrics
 from hookline.dispatch import HookManager
 from hookline.errors import (
+    ArgumentError,
     CheckpointError,
     HooklineError,
     RunError,
@@ -73,8 +75,7 @@ from hookline.runs.run import Kind, RemoteRun
 from hookline.runs.run_lookup import shorten_path
 from hookline.trackers.tracker_set import make_tracker_set
 from hookline.trainer.checks import (
-    check_arguments,
-    check_fit,
+    check_functions,
     check_gradient,
     check_metrics,
     check_same_training,
@@ -84,12 +85,12 @@ from hookline.trainer.checks import (
     device_for,
     match_schedulers,
     needs_metric,
+    refuse_unknown,
     require_all_processes,
 )
-from hookline.trainer.continuation import describe_settings, resume
+from hookline.trainer.continuation import describe_settings, fork, resume
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
-from hookline.trainer.forking import load_fork
 from hookline.trainer.lifecycle import (
     describe_run,
     save_after_crash,
@@ -99,6 +100,7 @@ from hookline.trainer.lifecycle import (
 )
 from hookline.trainer.losses import (
     BatchPlace,
+    LossCheck,
     LossComputer,
     TokenCount,
     mean_loss,
@@ -108,12 +110,14 @@ from hookline.trainer.preemption import Preempted, requeue, save_for_signal
 from hookline.trainer.progress import make_progress
 from hookline.trainer.sharded_loader import end_together, set_loader_epoch, share_loaders
 from hookline.trainer.state_items import EpochProgress, make_items
-from hookline.trainer.step_plan import StepPlan
-from hookline.trainer.strategies import choose_accelerate, make_strategy, parameters_of
+from hookline.trainer.strategies import (
+    SingleProcess,
+    choose_accelerate,
+    make_strategy,
+    parameters_of,
+)
 from hookline.trainer.validation import Validation, has_ended_workers
 from hookline.updates import Identity as IdentityUpdate
-
-__all__ = ["Trainer"]
 
 log = logging.getLogger("hookline")
 _KINDS = get_args(Kind)
@@ -164,11 +168,10 @@ class Trainer:
         trackers: Any = (),
         **unknown: Never,
     ) -> None:
+        refuse_unknown("Trainer()", unknown, inspect.signature(Trainer).parameters)
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
         count: Any = None if counts_itself else tokens_fn
-        functions = {"loss_fn": loss_fn, "step_fn": step_fn, "tokens_fn": count}
-        known = inspect.signature(Trainer).parameters if unknown else ()
-        check_arguments(config, model, optimizers, unknown, known, **functions)
+        check_functions(loss_fn=loss_fn, step_fn=step_fn, tokens_fn=count)
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         device = device_for(self.config.device, checked_model(model))
@@ -203,14 +206,14 @@ class Trainer:
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
         self._drops_gradients = False  # whether this step leaves none, also for later steps
         self._seeds_samples = False
-        self._stop_signal: str | None = None
+        self.stop_signal: str | None = None  # that asked the last run to end, as "SIGTERM"
         self.token_count = TokenCount(
             count_tokens if counts_itself else count and make_counter(count)
         )
         self.hooks, context = self._make_hooks(hooks, listed_hooks)
         self.loop = self._make_loop(context)
         self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
-        self._watch = ModelWatch(self.model, self.loop.before_forward, self.loop.after_forward)
+        self._watch = ModelWatch(self.model, self.loop)
         self._validation = Validation(self.loop, self.strategy, self.model, self.compute_loss)
         self._trackers = make_tracker_set(trackers)
         if self._trackers is not None:
@@ -258,9 +261,9 @@ class Trainer:
         loop.state.add_items = partial(make_items, self)
         return loop
 
-    def _make_plan(self) -> StepPlan:
+    def _make_plan(self) -> _StepPlan:
         several = self.train_data is not None and len(self.train_data.names) > 1
-        return StepPlan(
+        return _StepPlan(
             self.config, self.strategy, self.optimizers, self.schedulers, multi_loader=several
         )
 
@@ -324,26 +327,21 @@ class Trainer:
         Without `loaders`, the data to train on stays; without both, also that to validate on.
         """
         if loaders is not None:
-            self.train_data = Stream(
-                self._share(loaders, "train"), self.config.loaders, what="train"
-            )
+            self.train_data = self._make_stream(loaders, "train")
         if loaders is not None or val_loaders is not None:
             self.val_data = None
             if val_loaders is not None:
-                self.val_data = self._val_stream(val_loaders)
+                self.val_data = self._make_stream(val_loaders, "val")
         if self.train_data is None:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
 
-    def _val_stream(self, loaders: Any) -> Stream:
-        """Return the data to validate on; one of several processes may have none of it."""
-        shared = self._share(loaders, "val")
-        return Stream(shared, what="val", may_be_empty=not self.strategy.alone)
-
-    def _share(self, loaders: Any, what: str) -> Any:
-        """Return the loaders with the share of this process in their batches."""
-        if self.strategy.alone or not self.config.shard_loaders:
-            return loaders
-        return share_loaders(loaders, self.strategy.processes, what, fill=what == "train")
+    def _make_stream(self, loaders: Any, what: Literal["train", "val"]) -> Stream:
+        """Return a stream of this process's share; it may have no batch to validate on."""
+        is_distributed, is_train = self.strategy.is_distributed, what == "train"
+        if is_distributed and self.config.shard_loaders:
+            loaders = share_loaders(loaders, self.strategy.processes, what, fill=is_train)
+        mixing = self.config.loaders if is_train else None
+        return Stream(loaders, mixing, what=what, may_be_empty=not is_train and is_distributed)
 
     @property
     def validates(self) -> bool:
@@ -405,7 +403,7 @@ class Trainer:
 
     def announce(self, text: str) -> None:
         """Tell users something: in the log if it is configured, else with the progress."""
-        if self.strategy.is_main:
+        if self.strategy.processes.is_main:
             announce(text, self._display.say)
 
     # -- where training stands --------------------------------------------------------------------
@@ -456,11 +454,6 @@ class Trainer:
     def stop_reason(self) -> str | None:
         """Why a hook or user requested to stop; None without a request."""
         return self.loop.requests.stop_reason
-
-    @property
-    def stop_signal(self) -> str | None:
-        """The signal that asked the last run to end, such as "SIGTERM"; None if none did."""
-        return self._stop_signal
 
     @property
     def run(self) -> Any:
@@ -557,10 +550,10 @@ class Trainer:
         loop, request = self.loop, SaveRequest(path, weights_only)
         if loop.is_forked:
             return None
-        checkpoints, alone = loop.checkpoints, self.strategy.alone
+        checkpoints, is_distributed = loop.checkpoints, self.strategy.is_distributed
         is_ending = checkpoints.is_serving_end
-        waits = loop.phase is Phase.IN_STEP or (checkpoints.is_announcing and not alone)
-        if waits or (is_ending and not self.strategy.is_main):
+        waits = loop.phase is Phase.IN_STEP or (checkpoints.is_announcing and is_distributed)
+        if waits or (is_ending and not self.strategy.processes.is_main):
             loop.requests.checkpoint(request)
             return None
         require_all_processes(self, "trainer.save_checkpoint()", unless=is_ending)
@@ -569,19 +562,15 @@ class Trainer:
             self.strategy.processes.broadcast([request])  # to the others, which wait for it
             return checkpoints.save([request], wait=True)
         try:
-            return self._save([request], wait=True)
+            return checkpoints.save(checkpoints.with_folders([request]), wait=True)
         finally:
             if loop.phase is Phase.IDLE:
                 loop.close_checkpoints()
 
-    def _save(self, requests: Sequence[SaveRequest], *, wait: bool = False) -> Path | None:
-        """Save what was requested; return the last save's first folder if it is durable already."""
-        if self.loop.is_forked:
-            return None
-        return self.loop.checkpoints.save(self.loop.checkpoints.with_folders(requests), wait=wait)
-
     def _save_requested(self) -> None:
-        self._save(self.loop.checkpoints.gather_requests())
+        checkpoints = self.loop.checkpoints
+        if not self.loop.is_forked:
+            checkpoints.save(checkpoints.with_folders(checkpoints.gather_requests()))
 
     # -- a run ------------------------------------------------------------------------------------
 
@@ -616,18 +605,25 @@ class Trainer:
                 differences; False loads what fits and lists the rest.
             unknown: any other argument raises an error that suggests the nearest one.
         """
-        resume_from, fork_from = check_fit(
-            unknown,
-            resume_from,
-            fork_from,
-            inspect.signature(Trainer.fit).parameters,
-            per_sample_seed=per_sample_seed,
-            strict=strict,
-        )
+        refuse_unknown("fit()", unknown, inspect.signature(Trainer.fit).parameters)
+        check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
+        check_flag("fit(…, strict=…)", strict)
+        if resume_from is not None:
+            resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
+        if fork_from is not None:
+            fork_from = check_path("fit(…, fork_from=…)", fork_from, "a run or a checkpoint")
+            if resume_from is not None:
+                raise ArgumentError(
+                    "fit() got both resume_from, which continues a run, and fork_from, which "
+                    "starts a new one. Give one of them."
+                )
         self.set_data(loaders, val_loaders)
         if resume_from is None and fork_from is None:  # else there are metrics and ended epochs
             check_metrics(self)
-            self._check_restartable(self.max_epochs)
+            validates = self.config.validate_every_epochs == 1
+            for stream in (self.train_data, self.val_data if validates else None):
+                if stream is not None:
+                    stream.check_restartable(self.max_epochs or 1)
         self._seeds_samples = per_sample_seed
         settings = self.config.checkpoints
         requests = self.loop.requests = ControlRequests(settings.grace_seconds)
@@ -653,13 +649,6 @@ class Trainer:
         """Train on the data that the trainer was made with."""
         return self.fit()
 
-    def _check_restartable(self, epochs: int | None) -> None:
-        """Raise if several epochs are asked for and a loader has batches for one only."""
-        validates = self.config.validate_every_epochs == 1
-        for stream in (self.train_data, self.val_data if validates else None):
-            if stream is not None and epochs is not None and epochs > 1:
-                stream.check_restartable(epochs)
-
     def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
         config, loop, processes = self.config, self.loop, self.strategy.processes
         context = loop.context
@@ -671,7 +660,7 @@ class Trainer:
         self.token_count.restart()
         self.position = DataPosition(fast_forward=config.fast_forward)
         self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
-        loop.state.restored_position = self._stop_signal = None
+        loop.state.restored_position = self.stop_signal = None
         self.epoch_progress = EpochProgress(sanity_due=config.sanity)
         self._losses.clear()
         self._metrics.clear()
@@ -679,17 +668,17 @@ class Trainer:
             seed_everything(config.seed + processes.rank)
         if not self.model.training:  # the modes of modules in a training model are the user's
             self.model.train()
-        self._display = make_progress(config.progress if self.strategy.is_main else "off")
+        self._display = make_progress(config.progress if self.strategy.processes.is_main else "off")
         context.config = config
         loop.begin(Record(config.runs, self._trackers), config.checkpoints)
         identity = describe_run(self)  # before anything is loaded
         self.compared_settings = describe_settings(config, identity.training)
-        if not self.strategy.alone:
+        if self.strategy.is_distributed:
             check_same_training(self)
         restored: Path | None = None
         parent: Any = None
         if fork_from is not None:
-            restored, parent = load_fork(self, fork_from, identity.training)
+            restored, parent = fork(self, fork_from)
         elif resume_from is not None:
             restored, self.compared_settings = resume(self, identity, resume_from, strict=strict)
         if self._seeds_samples:
@@ -698,9 +687,12 @@ class Trainer:
         run = loop.record.run
         context.run = RemoteRun(*started) if started and run is None else run
         loop.record.start_monitor(self.device, self.hooks, lambda: context.known("tokens_seen"))
-        if not self.strategy.alone and config.slow_rank_seconds is not None:
-            place = self._find_place
-            loop.ranks.watch_ranks(place, loop.record.event, config.slow_rank_seconds)
+        if self.strategy.is_distributed and config.slow_rank_seconds is not None:
+            loop.ranks.watch_ranks(
+                lambda: (self.position.epoch, self.position.batches, processes.stage),
+                loop.record.event,
+                config.slow_rank_seconds,
+            )
         self._called_model = self.strategy.wrap(self.model)
         loop.ranks.begin()
         self._display.start(epochs=self.max_epochs, steps=config.max_steps, first_step=context.step)
@@ -713,7 +705,7 @@ class Trainer:
         self.hooks.run_started()
         if loop.checkpoints.prepares:
             loop.requests.wake()
-        if not self.strategy.alone:  # hooks of one process may ask for a checkpoint
+        if self.strategy.is_distributed:  # hooks of one process may ask for a checkpoint
             loop.phase = Phase.IN_STEP
         if self._dispatchers.on_train_start is not None:
             self._dispatchers.on_train_start(context)
@@ -721,10 +713,6 @@ class Trainer:
             context.checkpoint_path = restored
             self._dispatchers.on_checkpoint_load(context)
         loop.phase = Phase.BETWEEN_STEPS
-
-    def _find_place(self) -> tuple[int, int, int]:
-        """Return where this process stands, for `RankWatch`."""
-        return self.position.epoch, self.position.batches, self.strategy.processes.stage
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -749,9 +737,9 @@ class Trainer:
                     fire.on_epoch_start(context)
                 loop.phase = Phase.BETWEEN_STEPS
             progress.epoch_started = True
-            if not self.strategy.alone or self.accelerator is not None:
+            if self.strategy.is_distributed or self.accelerator is not None:
                 set_loader_epoch(self.train_data.loaders, context.epoch)
-            (save,) = self.strategy.any_rank(bool(loop.requests.checkpoints))
+            (save,) = self.strategy.processes.any(bool(loop.requests.checkpoints))
             if save:
                 self._save_requested()
             complete = self._run_epoch()
@@ -761,7 +749,7 @@ class Trainer:
             due = complete and every is not None and (context.epoch + 1) % every == 0
             if self.val_data is not None and due:
                 self._validate_in_loop()
-            if not self.strategy.alone:
+            if self.strategy.is_distributed:
                 self._report_steps(is_last=True)
             loop.end_epoch(loop.ranks.means(context.means))
             progress.epoch_over, progress.epoch_started = True, False
@@ -787,7 +775,7 @@ class Trainer:
         assert stream is not None  # `fit` has set it
         self._epoch_length = length = stream.length()
         batches = position.remaining_batches(stream, self.device)
-        if not self.strategy.alone:
+        if self.strategy.is_distributed:
             batches, length = self._end_together(batches, length)
             self._rank_metrics.start_epoch(position.batches)
         self._display.epoch(self.loop.context.epoch, length, position.batches)
@@ -840,7 +828,7 @@ class Trainer:
         model, compute_loss, accumulate = self._called_model, self._loss_computer, plan.accumulate
         strategy, autocasts, multi_loader = self.strategy, plan.autocasts, plan.multi_loader
         reads_at_once, tokens = plan.reads_at_once, self.token_count
-        processes, multi_rank = strategy.processes, not strategy.alone
+        processes, multi_rank = strategy.processes, strategy.is_distributed
         check_boundary = plan.validate_every is not None or multi_rank or strategy.has_trigger
         mean_loss, count_tokens = context.means.of("train/loss"), tokens.count_batch
         timed = phases.timed  # whether clocks are read in this batch
@@ -972,9 +960,9 @@ class Trainer:
         """Step with every optimizer that is due."""
         loop, fire, plan, strategy = self.loop, self._dispatchers, self._plan, self.strategy
         context, requests, schedulers = loop.context, loop.requests, plan.schedulers
-        multi_rank = not strategy.alone
+        multi_rank = strategy.is_distributed
         if multi_rank and plan.has_optimizer_schedule:  # gradients are those of all ranks
-            (self._drops_gradients,) = strategy.any_rank(self._drops_gradients)
+            (self._drops_gradients,) = strategy.processes.any(self._drops_gradients)
         if schedulers:
             context.used_lr = context.read_lr()  # schedulers change it before hooks read it
         if plan.has_optimizer_schedule:  # the gradients of those that are not due accumulate
@@ -1040,7 +1028,7 @@ class Trainer:
     def _skip_reason(self, idx: int) -> str:
         """Return why this optimizer does not step, on any rank; "" if it does."""
         reason = self.loop.requests.why_skipped(idx)
-        (skip,) = self.strategy.any_rank(bool(reason))
+        (skip,) = self.strategy.processes.any(bool(reason))
         return reason or ("another process asked" if skip else "")
 
     def _end_step(self) -> None:
@@ -1053,8 +1041,9 @@ class Trainer:
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
             fire.on_step_end(context)
-        sink, alone = record.sink, self.strategy.alone
-        log_value = loop.ranks.records.add if not alone else None if sink is None else sink.log
+        sink, is_distributed = record.sink, self.strategy.is_distributed
+        own_log = None if sink is None else sink.log
+        log_value = loop.ranks.records.add if is_distributed else own_log
         if log_value is not None:
             log_value(context.step, context.epoch, "train/loss", loss)
             for name, value in mean_metrics(self._metrics).items():
@@ -1063,7 +1052,8 @@ class Trainer:
         for optimizer in used:
             zero_grad(optimizer)
         self._drops_gradients = False
-        loop.probes.end_step()
+        if loop.probes is not None:
+            loop.probes.end_step()
         record.sample(context.step, context.epoch)
         losses.clear()
         self._metrics.clear()
@@ -1083,7 +1073,7 @@ class Trainer:
             self.epoch_progress.validation_due = False
         if self.loop.checkpoints.prepares:
             self.loop.checkpoints.prepare()
-        if not self.strategy.alone and self.loop.ranks.records.is_due(context.step):
+        if self.strategy.is_distributed and self.loop.ranks.records.is_due(context.step):
             self._report_steps()
         return self._apply_requests()
 
@@ -1108,7 +1098,7 @@ class Trainer:
             self._leave()
         if agreed.save:
             self._save_requested()
-        if loop.probes.is_waiting:
+        if loop.probes is not None and loop.probes.waiting:
             loop.sync_probes(at_boundary=True)
         checkpoints = loop.checkpoints
         loop.requests.settle(saving=checkpoints.is_busy or checkpoints.prepares)
@@ -1124,7 +1114,7 @@ class Trainer:
         require_all_processes(self, "trainer.validate()")
         stream = self.val_data
         if loaders is not None:
-            stream = self._val_stream(loaders)
+            stream = self._make_stream(loaders, "val")
         metrics = self._validation.run(stream)
         assert metrics is not None  # only a signal would end it, and nothing looks for signals
         self._display.validation(metrics, self.epoch, self.step)
@@ -1134,7 +1124,7 @@ class Trainer:
         """Validate, unless a signal ends it: then save the state from before it, and leave."""
         assert self.val_data is not None
         loop = self.loop
-        if not self.strategy.alone:  # before the values of the validation
+        if self.strategy.is_distributed:  # before the values of the validation
             loop.ranks.records.report(loop.record.sink)
         before = loop.state.copy("hooks", "attributes", "run")  # which hooks may change
         generators = [(g, generator_state(g)) for g in generators_of(self.val_data.loaders)]
@@ -1163,7 +1153,7 @@ class Trainer:
     def _leave(self, *, can_save: bool = True) -> Never:
         """Save because of a signal if the last step is complete, and raise."""
         received = save_for_signal(self, self._display.say, can_save=can_save)
-        self._stop_signal = received.name
+        self.stop_signal = received.name
         if received is signal.SIGINT:
             raise KeyboardInterrupt
         self.loop.requests.stop(received.name)
@@ -1173,9 +1163,9 @@ class Trainer:
     def _check_late_signal(self) -> None:
         """Pass on a signal that came when training was ending in any case."""
         received = self.loop.requests.signal
-        if received is None or self._stop_signal is not None:
+        if received is None or self.stop_signal is not None:
             return
-        self._stop_signal = received.name
+        self.stop_signal = received.name
         if received is signal.SIGINT:
             raise KeyboardInterrupt
         log.warning(
@@ -1195,7 +1185,7 @@ class Trainer:
         if loop.is_forked:
             return
         self._set_failed(error)
-        if not self.strategy.alone:
+        if self.strategy.is_distributed:
             self.strategy.processes.report_error(error)
         has_started = loop.phase not in (Phase.IDLE, Phase.STARTING)
         if has_started and self._dispatchers.on_exception is not None:
@@ -1217,10 +1207,10 @@ class Trainer:
         if phase is Phase.IDLE or loop.is_forked:
             return
         failed = context.status in ("error", "interrupted")
-        together = not failed and not self.strategy.alone and phase is not Phase.STARTING
+        together = not failed and self.strategy.is_distributed and phase is not Phase.STARTING
         if together:
             loop.ranks.records.report(loop.record.sink)
-            (stopped,) = self.strategy.any_rank(requests.stop_reason is not None)
+            (stopped,) = self.strategy.processes.any(requests.stop_reason is not None)
             if stopped:
                 self.stop("another process asked for it")  # the first reason is kept
         if context.status == "training":
@@ -1228,8 +1218,7 @@ class Trainer:
         if requests.checkpoints:
             log.warning(
                 "A checkpoint that was asked for at step %d was not saved, because training ended "
-                "in the middle of a step. To save the state after an exception, set "
-                "checkpoints.on_crash in the TrainerConfig.",
+                "within a step. To save the state after an exception, set checkpoints.on_crash.",
                 self.step,
             )
         try:
@@ -1350,3 +1339,39 @@ class Trainer:
         self._end_step()
         self._boundary()
         self.loop.phase = Phase.BETWEEN_STEPS
+
+
+class _StepPlan:
+    """Settings of a run as plain attributes: those of the configuration are slow to read."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        strategy: SingleProcess,
+        optimizers: list[torch.optim.Optimizer],
+        schedulers: list[Any],
+        *,
+        multi_loader: bool,
+    ) -> None:
+        self.accumulate = config.accumulate  # batches in a step
+        self.limit = math.inf if config.max_steps is None else config.max_steps
+        self.validate_every = config.validate_every_steps
+        self.optimizer_every = config.optimizer_every or [1] * len(optimizers)
+        self.has_optimizer_schedule = any(n > 1 for n in self.optimizer_every)
+        self.due = list(enumerate(optimizers))  # those that step in this step, by number
+        self.schedulers: list[list[Any]] = []  # of each optimizer, stepped after it
+        if schedulers and config.scheduler_every == "step":
+            self.schedulers = [
+                [
+                    strategy.stepped_scheduler(scheduler)
+                    for scheduler in schedulers
+                    if scheduler.optimizer is optimizer and not needs_metric(scheduler)
+                ]
+                for optimizer in optimizers
+            ]
+        self.autocasts = config.precision != "fp32"
+        self.clip_norm, self.clip_value = config.clip_norm, config.clip_value
+        self.clips = config.clip_norm is not None or config.clip_value is not None
+        self.reads_at_once = strategy.device.type == "cpu"  # there is no device to wait for
+        self.loss_check = LossCheck(config.on_nan, deferred=not self.reads_at_once)
+        self.multi_loader = multi_loader

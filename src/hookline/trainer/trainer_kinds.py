@@ -13,8 +13,6 @@ from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.errors import TrainingError
 from hookline.trainer.trainer import Trainer
 
-__all__ = ["AccelerateTrainer", "get_trainer"]
-
 
 class AccelerateTrainer(Trainer):
     """A `Trainer` whose strategy is "accelerate".

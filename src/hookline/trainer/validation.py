@@ -17,17 +17,11 @@ from hookline.loop.weight_sharing import share_buffers
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.strategies import SingleProcess
 
-__all__ = ["Validation", "has_ended_workers"]
-
 
 class Validation:
     """Validates a model on a stream, together with the other processes.
 
-    Args:
-        loop: gets the events; the batch in its context is the same afterwards.
-        strategy: where training runs.
-        model: the model.
-        compute_loss: returns the loss of a batch and its other metrics.
+    The batch in the loop's context is the same afterwards.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class Validation:
         train_loader = context.dataloader_idx, context.dataloader_name
         self._repeated = None
         with self._loop.record.phases.span("validation"):
-            if not self._strategy.alone:
+            if self._strategy.is_distributed:
                 share_buffers(self._model)  # those of rank 0, which checkpoints have
             context.evaluating = True
             with evaluation(self._model, self._strategy.device):
@@ -99,12 +93,12 @@ class Validation:
         that comes right after an agreement waits for the next, or this process would end alone.
         """
         requests, strategy = self._loop.requests, self._strategy
-        if strategy.alone:
-            for batch in stream.tuples():
+        if not strategy.is_distributed:
+            for batch in stream.epoch():
                 yield batch, until_signal and requests.signal is not None
             return
         is_empty = True
-        for batches in stream.tuples_by_loader():  # all processes begin each loader together
+        for batches in stream.epoch_by_loader():  # all processes begin each loader together
             while True:
                 loaded: Any = None
                 has_ended = False  # whether the signal has also ended the workers of the loader
@@ -115,26 +109,21 @@ class Validation:
                         raise
                     has_ended = True
                 has_signal = until_signal and requests.signal is not None
-                more, signaled = strategy.any_rank(loaded is not None or has_ended, has_signal)
+                has_none = loaded is None and self._repeated is None
+                more, signaled, missing = strategy.processes.any(
+                    loaded is not None or has_ended, has_signal, has_none
+                )
                 if not more:
                     break
                 is_empty = False
                 if strategy.forward_is_collective and not signaled:
-                    self._keep(loaded)
+                    self._repeated = self._repeated if loaded is None else loaded[0]
+                    if missing:  # also a process without a batch has to call the model
+                        kept = strategy.processes.gather(self._repeated)
+                        self._repeated = next(batch for batch in kept if batch is not None)
                 yield loaded, signaled
         if is_empty:
             raise TrainingError("The validation loaders gave no batch in any process.")
-
-    def _keep(self, loaded: Any) -> None:
-        """Keep a batch to repeat; from another process, if this one has none."""
-        if loaded is not None:
-            self._repeated = loaded[0]
-        has_none = loaded is None and self._repeated is None
-        (missing,) = self._strategy.any_rank(has_none)
-        if missing:
-            kept = self._strategy.processes.gather(self._repeated)
-            if self._repeated is None:
-                self._repeated = next(batch for batch in kept if batch is not None)
 
 
 def has_ended_workers(error: RuntimeError, requests: ControlRequests) -> bool:

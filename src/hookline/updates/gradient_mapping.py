@@ -9,8 +9,6 @@ from typing import Any
 from hookline.errors import ArgumentError, ConfigError, nearest
 from hookline.hook import Hook
 
-__all__ = ["GradientMapping", "StandaloneGradients", "check_like"]
-
 
 class GradientMapping(dict[str, Any]):
     """Gradients by name. Each update gets them as the update before it has left them."""

@@ -12,8 +12,6 @@ from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.sharded import is_sharded
 from hookline.updates.gradient_mapping import GradientMapping, check_like
 
-__all__ = ["Gradients", "NamedParameters", "require_dense"]
-
 
 class NamedParameters:
     """The parameters of each optimizer by name, including those added during training."""

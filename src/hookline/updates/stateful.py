@@ -16,8 +16,6 @@ from hookline.options import BuiltIn
 from hookline.tensors.sharded import is_sharded, local, shard_index, shard_like
 from hookline.updates.gradients import require_dense
 
-__all__ = ["EMAFilter", "Noise"]
-
 
 class Noise(BuiltIn, UpdateHook):
     """Adds Gaussian noise to the gradients, with a variance that decreases over time.

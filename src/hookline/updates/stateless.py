@@ -21,18 +21,6 @@ from hookline.tensors.parameter_names import match_parameters, parameters_by_nam
 from hookline.tensors.sharded import is_sharded, local
 from hookline.updates.gradients import require_dense
 
-__all__ = [
-    "AGC",
-    "Centralize",
-    "ClipNorm",
-    "ClipValue",
-    "Identity",
-    "Mask",
-    "Scale",
-    "SkipNonfinite",
-]
-
-
 _MAX_CACHED = 64  # optimizers times patterns; parameters may change during training
 
 

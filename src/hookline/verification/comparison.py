@@ -8,15 +8,6 @@ from typing import Literal
 
 from hookline.verification.recording import ModuleCall, Recording
 
-__all__ = [
-    "Difference",
-    "compare",
-    "find_first_module",
-    "find_hook_differences",
-    "find_reset_hooks",
-    "find_unstable_paths",
-]
-
 Kind = Literal["batch", "random", "loss", "weights", "steps", "state", "error"]
 
 _TRAINING = ("model", "optimizers", "schedulers", "scaler", "step", "epoch", "round")
@@ -25,16 +16,11 @@ _RANDOM = "position.now"
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between two recordings.
-
-    Attributes:
-        step: The step in which it occurs; None if only the state at the end differs.
-        names: The loader of a batch, the parameters, or the paths in the state.
-    """
+    """The first difference between two recordings."""
 
     kind: Kind
-    step: int | None
-    names: tuple[str, ...]
+    step: int | None  # None if only the state at the end differs
+    names: tuple[str, ...]  # the loader of a batch, the parameters, or the paths in the state
     text: str
 
 

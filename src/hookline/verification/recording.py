@@ -18,8 +18,6 @@ from hookline.loop.random_state import random_state
 from hookline.tensors.module_classes import module_class
 from hookline.tensors.nested import named_tensors
 
-__all__ = ["BatchRecord", "Interruption", "ModuleCall", "Recording", "RecordingHook", "StepRecord"]
-
 _CHECKPOINT = "hookline_verify"
 _NOT_COMPARED = ("run", "disabled", "classes")  # parts of a trainer's state
 _POSITION = ("epoch", "batches", "now")  # parts of its position in the data
@@ -57,16 +55,9 @@ class ModuleCall(NamedTuple):
 class Recording:
     """What a training run did, from its first step to its last.
 
-    Attributes:
-        first_step: The step after which it began; 0 unless it was resumed.
-        final: The trainer's whole state at the end, and the model's, by dotted path.
-        attributes: The plain attributes of users' hooks at the end, by hook and dotted path,
-            without flags, which may say that the hook was resumed.
-        stateful_hooks: The names of users' hooks that have a `state_dict`.
-        gradients: If traced: by step and moment ("ready", "used"), each parameter's gradient.
-        checkpoint: The checkpoint after which it was interrupted, if it was.
-        error: The error that ended it, if one did, as text.
-        exception: The error itself.
+    `final` is the state of the trainer and its model at the end, by dotted path; `attributes` are
+    those of users' hooks, without flags, which may say that the hook was resumed. If traced,
+    `gradients` has each parameter's, by step and moment ("ready", "used").
     """
 
     first_step: int = 0
@@ -92,12 +83,9 @@ class Interruption(KeyboardInterrupt):
 
 
 class RecordingHook(Hook):
-    """Records a training run, and interrupts it.
+    """Records a training run, and interrupts it after a checkpoint at the step `interrupt_at`.
 
-    Args:
-        interrupt_at: The step after which to save a checkpoint and interrupt training.
-        traces: Also record the calls of modules, and gradients.
-        on_step: Called with the number of each step that ends.
+    With `traces` it also records calls of modules, and gradients. `on_step` gets each step.
     """
 
     critical = True

@@ -19,8 +19,6 @@ from hookline.loop.random_state import seed_everything
 from hookline.trainer.trainer import Trainer
 from hookline.verification.recording import Interruption, Recording, RecordingHook
 
-__all__ = ["TrainingRuns"]
-
 log = logging.getLogger("hookline")
 
 _RECORDING = "hookline_verify"
@@ -30,15 +28,7 @@ Watch = Callable[[str, int, int], object]
 
 
 class TrainingRuns:
-    """Makes trainers and runs them.
-
-    Args:
-        make_trainer: Returns a new trainer with its data, or a tuple of the trainer, its loaders
-            and optionally its validation loaders.
-        folder: A temporary folder for runs and checkpoints.
-        watch: Called with what is being checked, the step, and the number of steps.
-        fit_options: Further arguments of `fit`.
-    """
+    """Makes trainers, as `make_trainer` of `verify` returns them, and runs them in a folder."""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,6 @@ from hookline.verification.comparison import (
 )
 from hookline.verification.recording import Recording
 from hookline.verification.training_runs import TrainingRuns, Watch
-
-__all__ = ["Check", "Culprit", "Report", "verify"]
 
 _SHORT_EPOCH = 40  # an epoch of up to so many steps is run to its end by default
 _DEFAULT_STEPS = 20
@@ -89,15 +87,15 @@ class Report:
 
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
-    ok: bool = field(init=False)
-    """Whether every check has passed. A check that was skipped has not."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ok", all(check.result == "ok" for check in self.checks))
+    @property
+    def ok(self) -> bool:
+        """Whether every check has passed. A check that was skipped has not."""
+        return all(check.result == "ok" for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON types."""
-        return asdict(self)
+        return {**asdict(self), "ok": self.ok}
 
     def __str__(self) -> str:
         rows = [(check.name, check.result, check.compared) for check in self.checks]
@@ -109,9 +107,6 @@ class Report:
         if self.notes:
             lines += ["", *(f"note: {printable(note, 1000)}" for note in self.notes)]
         return "\n".join(lines)
-
-
-# -- the checks -----------------------------------------------------------------------------------
 
 
 def verify(
@@ -336,8 +331,6 @@ class _Verification:
         if _differ((a, b)):
             return (Culprit("unknown", "", "All modules return the same in both runs."),)
         return (Culprit("unknown", "", _NOT_AGAIN),)
-
-    # -- text -------------------------------------------------------------------------------------
 
     def _notes(self, last: int, unstable: frozenset[str]) -> list[str]:
         runs = self._runs

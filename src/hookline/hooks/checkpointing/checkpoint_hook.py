@@ -15,8 +15,6 @@ from hookline.errors import CheckpointError, ConfigError, TrainingError
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
-__all__ = ["CheckpointHook", "SavingHook", "logged_failures"]
-
 log = logging.getLogger("hookline")
 
 
@@ -28,9 +26,8 @@ class SavingHook(BuiltIn):
     save failed or was replaced, `checkpoint_failed` is called instead.
 
     The hook is critical: without a folder, or without the metric to rank by, there would be no
-    checkpoints, and training stops. What goes wrong afterwards, when a checkpoint is removed or
-    `best` is moved, leaves complete checkpoints: it is logged, and training continues, unless
-    `checkpoints.on_failure` of the trainer's configuration is `stop`.
+    checkpoints. What goes wrong when a checkpoint is removed is logged, and training continues,
+    unless `checkpoints.on_failure` of the trainer's configuration is `stop`.
     """
 
     critical = True
@@ -43,7 +40,6 @@ class SavingHook(BuiltIn):
     _opened: tuple[str | None, Path] | None = None  # the run and the folder it was opened for
 
     def on_train_start(self, trainer: Any) -> None:
-        """Find the folder; a run that is not resumed starts without checkpoints."""
         self._open(trainer, self._find_folder(trainer))
 
     def _open(self, trainer: Any, folder: Path) -> None:
@@ -51,7 +47,6 @@ class SavingHook(BuiltIn):
         self._opened = _run_id(trainer), folder
 
     def on_checkpoint_load(self, trainer: Any, checkpoint_path: Any) -> None:
-        """Find the checkpoints of this hook in the folder, and remove those that are not kept."""
         if self._resumed:
             with logged_failures(trainer):
                 self._retention.reconcile(
@@ -77,7 +72,6 @@ class SavingHook(BuiltIn):
         return next((name for name, hook, _ in hooks if hook is self), "")
 
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
-        """Rank the checkpoint if this hook requested it, and remove those that are not kept."""
         with logged_failures(trainer):
             self._retention.mark_saved(Path(checkpoint_path))
 
@@ -98,7 +92,6 @@ class SavingHook(BuiltIn):
         self._resumed = False
 
     def _release(self) -> None:
-        """Release the retention at the end of training."""
         self._retention.release()
         self._resumed = False
         self._opened = None
@@ -178,11 +171,9 @@ class CheckpointHook(SavingHook):
         self._retention = Retention(keep_last=-1 if keep is None else keep, keep_every=keep_every)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
-        """Save every N epochs."""
         if (epoch + 1) % self._every == 0:
             self._open_late(trainer)
             trainer.save_checkpoint(self._retention.reserve(f"epoch_{epoch:04d}", step, None))
 
     def on_train_end(self) -> None:
-        """Release the retention."""
         self._release()

@@ -20,8 +20,6 @@ from hookline.errors import ConfigError
 from hookline.hooks.checkpointing.checkpoint_hook import SavingHook, logged_failures
 from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
 
-__all__ = ["ModelCheckpoint"]
-
 log = logging.getLogger("hookline")
 
 _COUNTERS = ("epoch", "step")  # fields of a filename that are not metrics
@@ -34,10 +32,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     checkpoints that would be kept. Without validation it saves at the end of epochs.
 
     A checkpoint is kept if it is among the best, among the newest, or the first of an interval of
-    steps. Others are removed, but only checkpoints that this hook has written itself, never those
-    that `best` or `last` name, and only after the next checkpoint is durable. The file `best` in
-    the folder contains the name of the best one. Of two equal scores the earlier is better. NaN and
-    infinities rank last, and are never the best.
+    steps. Others that this hook has written are removed after the next checkpoint is durable, but
+    never those that the files `best` and `last` in the folder name. Of two equal scores the earlier
+    is better. NaN and infinities rank last, and are never the best.
 
     Args:
         save_top_k: the number of best checkpoints to keep; 0: none, -1: all.
@@ -138,7 +135,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     # -- when to save -----------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any) -> None:
-        """Find the folder; a run that is not resumed starts without checkpoints."""
         super().on_train_start(trainer)
         self._last_time = monotonic()
         if not self._resumed:
@@ -146,7 +142,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             self._saved_step = self._measured_step = -1
 
     def on_epoch_start(self) -> None:
-        """Enable saving: a validation before training is not saved."""
         self._is_training = True
 
     def on_step_end(
@@ -185,7 +180,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             self._save_in_epoch(trainer, epoch, step, metrics)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int, metrics: Any) -> None:
-        """Save at the end of an epoch."""
         self._epochs_ended += 1
         self._keep_metrics(metrics)
         if not self._validates(trainer):
@@ -368,8 +362,7 @@ def _check_field(pattern: str, name: str, spec: str, conversion: str | None) -> 
     if not name or conversion:
         raise ConfigError(
             f"filename is {show_value(pattern)}: a field is 'epoch', 'step' or the name of a "
-            "metric, with "
-            "an optional format after a colon, as in {val/loss:.2f}."
+            "metric, with an optional format after a colon, as in {val/loss:.2f}."
         )
     try:
         format(1 if name in _COUNTERS else 1.0, spec)

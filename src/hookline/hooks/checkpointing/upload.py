@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,11 +29,10 @@ from hookline.errors import CheckpointError
 from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import open_regular_file
 from hookline.hook import HookGroup
+from hookline.hooks.background_worker import BackgroundWorker
 from hookline.loop.loop import loop_of
 from hookline.options import BuiltIn
 from hookline.printable import printable
-
-__all__ = ["Bundle", "Folder", "UploadHook"]
 
 log = logging.getLogger("hookline")
 
@@ -81,7 +79,7 @@ class UploadHook(BuiltIn):
         self._retries, self._backoff = retries, backoff
         self._timeout, self._max_waiting = timeout, max_waiting
         self._keep_local = keep_local
-        self._worker: _Worker | None = None
+        self._worker: BackgroundWorker[tuple[Path, str]] | None = None
         self._has_ended = False
         self._reset()
 
@@ -97,16 +95,16 @@ class UploadHook(BuiltIn):
     # -- events -----------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Reset the lists."""
         self._has_ended = False
         self._reset()
 
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
         """Queue the checkpoint for copying; after training, wait until it is copied."""
         if self._worker is None:
-            run = getattr(trainer, "run", None)
-            self._worker = _Worker(self._copy, "" if run is None else run.id)
-        for path in self._worker.add(Path(checkpoint_path), self._max_waiting):
+            self._worker = BackgroundWorker("hookline-upload", self._copy, self._max_waiting)
+        run = getattr(trainer, "run", None)
+        under = "" if run is None else run.id
+        for path, _ in self._worker.add((Path(checkpoint_path), under)):
             log.warning("Too many checkpoints are waiting to be copied: %s is skipped.", path)
             self.skipped.append(path)
         if self._has_ended:  # by `trainer.save_checkpoint` after `fit`: no event comes any more
@@ -114,7 +112,6 @@ class UploadHook(BuiltIn):
         self._remove_local()
 
     def on_train_end(self, trainer: Any = None) -> None:
-        """Wait for pending copies; after a signal, no longer than the process has left."""
         self._has_ended = True
         self._wait_for_copies(trainer)
         self._remove_local()
@@ -126,8 +123,10 @@ class UploadHook(BuiltIn):
         loop = loop_of(trainer)
         before_kill = None if loop is None else loop.requests.seconds_before_kill()
         seconds = self._timeout if before_kill is None else min(self._timeout, before_kill)
-        left = worker.end(seconds)
-        if left:
+        if waiting := len(worker):
+            log.info("Waiting for %d checkpoints to be copied, for %g seconds.", waiting, seconds)
+        # It checks between chunks whether it is stopped; a hanging network call takes longer.
+        if left := [path for path, _ in worker.end(seconds, grace=1.0)]:
             self.failed += left
             log.error(
                 "%d checkpoints were not copied within %.3g seconds%s: %s. The originals are kept.",
@@ -139,8 +138,9 @@ class UploadHook(BuiltIn):
 
     # -- on the worker's thread -------------------------------------------------------------------
 
-    def _copy(self, path: Path, under: str, stop: threading.Event) -> None:
+    def _copy(self, item: tuple[Path, str], stop: threading.Event) -> None:
         """Copy a checkpoint with retries, and add it to one of the lists."""
+        path, under = item
         for attempt in range(self._retries + 1):
             try:
                 bundle = Bundle.of(path)
@@ -193,58 +193,6 @@ class UploadHook(BuiltIn):
                 del self._copied[path]
 
 
-class _Worker:
-    """A thread that copies checkpoints one after another, until `end` is called."""
-
-    def __init__(self, copy: Callable[[Path, str, threading.Event], None], under: str) -> None:
-        self._copy, self._under = copy, under
-        self._pending: deque[Path] = deque()
-        self._current: Path | None = None
-        self._is_ending = False
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hookline-upload", daemon=True)
-        self._thread.start()
-
-    def add(self, path: Path, limit: int) -> list[Path]:
-        """Queue a checkpoint; return those that are dropped because of the limit."""
-        with self._changed:
-            self._pending.append(path)
-            dropped = [self._pending.popleft() for _ in range(len(self._pending) - limit)]
-            self._changed.notify()
-        return dropped
-
-    def end(self, timeout: float) -> list[Path]:
-        """Wait until all are copied; return those that were not when the time is over."""
-        with self._changed:
-            self._is_ending = True
-            waiting = len(self._pending) + (self._current is not None)
-            self._changed.notify()
-        if waiting:
-            log.info("Waiting for %d checkpoints to be copied, for %g seconds.", waiting, timeout)
-        self._thread.join(timeout)
-        if not self._thread.is_alive():
-            return []
-        self._stop.set()
-        with self._changed:
-            left = list(self._pending)
-            self._pending.clear()
-            current = self._current
-        self._thread.join(1.0)  # it checks between chunks; a hanging network call takes longer
-        return [current, *left] if self._thread.is_alive() and current is not None else left
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._current = None
-                while not self._pending and not self._is_ending:
-                    self._changed.wait()
-                if not self._pending:
-                    return
-                self._current = self._pending.popleft()
-            self._copy(self._current, self._under, self._stop)
-
-
 # -- destinations: a folder, or a filesystem that fsspec supports ---------------------------------
 #
 # A copy is made under a temporary name, compared with the original, and then renamed, with
@@ -280,12 +228,7 @@ class Bundle:
 
     @classmethod
     def of(cls, path: Path) -> Bundle:
-        """Return the files of a checkpoint.
-
-        Raises:
-            CheckpointError: Its manifest is damaged.
-            FileNotFoundError: It was removed.
-        """
+        """Return the files of a checkpoint."""
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist.")
         if path.is_file():

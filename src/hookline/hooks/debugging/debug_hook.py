@@ -23,12 +23,11 @@ from hookline.hooks.debugging.repeated_forward import (
     running_call,
 )
 from hookline.hooks.metric_lookup import log_or_print
+from hookline.hooks.monitoring.monitor_bases import parameters_of
 from hookline.options import BuiltIn
 from hookline.printable import printable_message
 from hookline.tensors.finiteness import all_finite, first_nonfinite, nonfinite_names
 from hookline.tensors.nested import describe_structure, named_tensors
-
-__all__ = ["DebugHook"]
 
 log = logging.getLogger("hookline")
 
@@ -49,12 +48,10 @@ class DebugHook(BuiltIn):
     """Checks loss, gradients and parameters for NaN and Inf, and says where they come from.
 
     For a loss or gradient that is not finite, it names the first parameter or buffer, or tensor of
-    the batch or of the model's inputs, that is not. If all of them are finite, it repeats the
-    forward once, on a copy of the model that shares the parameters, and names the first module
-    whose output is not finite, or the module whose own code computed such an input for another.
-    Of several forwards in a step, it repeats the last. This changes nothing in training: buffers,
-    gradients and random states stay as they are. The message says what was looked at, and what
-    could not be.
+    the batch or of the model's inputs, that is not. If all of them are finite, it repeats the last
+    forward, on a copy of the model that shares the parameters, and names the first module whose
+    output is not finite, or the module whose own code computed such an input for another. This
+    changes nothing in training. The message says what was looked at, and what could not be.
 
     It is logged once, and again only if everything was finite for a step in between. In a run it is
     also an event, `debug_finding`. Gradients are not checked under a `GradScaler`, which lets them
@@ -132,13 +129,11 @@ class DebugHook(BuiltIn):
                 log_or_print(f"A batch of '{dataloader_name}' is {changed}{structure}")
 
     def on_after_forward(self, step: int) -> None:
-        """Keep the model's inputs, to repeat the forward if something is not finite."""
         if (step + 1) % self._every == 0 and not torch._C._are_functorch_transforms_active():
             self._call = running_call()
             self._forwards += 1
 
     def on_before_backward(self, trainer: Any, step: int, loss: torch.Tensor) -> None:
-        """Check the loss before backward."""
         self._has_backward = True
         if (step + 1) % self._every == 0:
             self._check_loss(trainer, step + 1, loss.item(), after_step=False)
@@ -153,7 +148,7 @@ class DebugHook(BuiltIn):
         """Check the gradients before they are clipped or changed."""
         if (step + 1) % self._every or _scales_loss(trainer):
             return
-        gradients = [p.grad for p in _parameters([trainer.optimizers[optimizer_idx]])]
+        gradients = [p.grad for p in parameters_of([trainer.optimizers[optimizer_idx]])]
         is_finite = all_finite(g for g in gradients if g is not None)
         if self._is_new("gradients", is_finite, trainer, skip=True):
             named = [(n, p.grad) for n, p in _named_parameters(trainer) if p.grad is not None]
@@ -162,7 +157,6 @@ class DebugHook(BuiltIn):
             self._act(trainer, step + 1, finding)
 
     def on_step_end(self, trainer: Any, step: int, loss: LazyFloat | None = None) -> None:
-        """Check the parameters, and the loss if `on_before_backward` is not provided."""
         if step % self._every == 0:
             self._check_step(trainer, step, loss)
             self._is_reported &= self._has_failed
@@ -181,13 +175,12 @@ class DebugHook(BuiltIn):
                 )
         if "parameters" not in self._check:
             return
-        if self._is_new("parameters", all_finite(_parameters(trainer.optimizers)), trainer):
+        if self._is_new("parameters", all_finite(parameters_of(trainer.optimizers)), trainer):
             found = first_nonfinite(_named_parameters(trainer))
             finding = _Finding("parameter", f"The parameter {found} is not finite.")
             self._act(trainer, step, finding)
 
     def on_train_end(self) -> None:
-        """Log how many checks failed."""
         for check, count in self._counts.items():
             checks = "1 check" if count == 1 else f"{count} checks"
             log.warning("In this run the %s had NaN or Inf in %s.", check, checks)
@@ -259,7 +252,6 @@ class DebugHook(BuiltIn):
         return self._action == "stop" or (self._action == "break" and not has_terminal)
 
     def _act(self, trainer: Any, step: int, finding: _Finding) -> None:
-        """Warn, break or stop."""
         log.warning("Step %d: %s", step, finding.message)
         run = getattr(trainer, "run", None)
         if run is not None and hasattr(run, "event"):
@@ -319,13 +311,9 @@ def _scales_loss(trainer: Any) -> bool:
     return precision == "fp16" or (scaler is not None and scaler.is_enabled())
 
 
-def _parameters(optimizers: list[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    return [p for o in optimizers for group in o.param_groups for p in group["params"]]
-
-
 def _named_parameters(trainer: Any) -> list[tuple[str, torch.Tensor]]:
     """Return all parameters by name: the model's, then those that only optimizers hold."""
     named = list(trainer.model.named_parameters())
     known = {id(parameter) for _, parameter in named}
-    others = [p for p in _parameters(trainer.optimizers) if id(p) not in known]
+    others = [p for p in parameters_of(trainer.optimizers) if id(p) not in known]
     return named + [(f"parameter {i} outside the model", p) for i, p in enumerate(others)]

@@ -22,19 +22,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.loop.random_state import random_state, restore_random_state
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.finiteness import extremes
 from hookline.tensors.module_classes import is_fsdp_module, unwrap_module
 from hookline.tensors.nested import map_tensors, tensors_in
-from hookline.tensors.reading import read_tensors
 from hookline.tensors.sharded import is_sharded
-
-__all__ = [
-    "CannotRepeatError",
-    "ModelCall",
-    "NonfiniteCall",
-    "find_nonfinite_call",
-    "running_call",
-]
 
 
 class CannotRepeatError(Exception):
@@ -98,13 +90,14 @@ def find_nonfinite_call(call: ModelCall) -> NonfiniteCall | None:
 
     Names are those of the model without wrappers; the model itself is "". This waits for the
     device once.
-
-    Raises:
-        CannotRepeatError: with the reason.
     """
     model = unwrap_module(call.model)
     parameters = list(model.parameters())
-    if any(map(is_sharded, parameters)) or any(map(_is_sharding, model.modules())):
+    is_fsdp = any(
+        is_fsdp_module(module) or type(module).__name__ == "FullyShardedDataParallel"
+        for module in model.modules()
+    )
+    if is_fsdp or any(map(is_sharded, parameters)):
         raise CannotRepeatError("its parameters are sharded over processes")
     try:
         copy = deepcopy(model, {id(parameter): parameter for parameter in parameters})
@@ -203,7 +196,3 @@ class _OnlyCompute(TorchDispatchMode):
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
-
-
-def _is_sharding(module: nn.Module) -> bool:
-    return is_fsdp_module(module) or type(module).__name__ == "FullyShardedDataParallel"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,10 +11,6 @@ from pydantic import PositiveInt
 from hookline.hook import ForwardHook
 from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 from hookline.tensors.nested import tensors_in
-
-__all__ = ["ActivationStats"]
-
-log = logging.getLogger("hookline")
 
 
 class ActivationStats(TrainingMonitor, ForwardHook):
@@ -47,7 +42,6 @@ class ActivationStats(TrainingMonitor, ForwardHook):
                 if trainer is not None:
                     trainer.log(f"{name}/mean", mean)
                     trainer.log(f"{name}/std", std)
-                log.debug("%s: %s", name, _LazyText(mean, std))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches so far."""
@@ -56,16 +50,6 @@ class ActivationStats(TrainingMonitor, ForwardHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the number of batches."""
         self._batches = state["batches"]
-
-
-class _LazyText:
-    """Mean and standard deviation as text, read only if the log record is shown."""
-
-    def __init__(self, mean: torch.Tensor, std: torch.Tensor) -> None:
-        self._mean, self._std = mean, std
-
-    def __str__(self) -> str:
-        return f"mean {self._mean.item():.4g}, std {self._std.item():.4g}"
 
 
 def _named(value: Any, name: str = "activations") -> Iterator[tuple[str, torch.Tensor]]:

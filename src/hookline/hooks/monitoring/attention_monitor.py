@@ -20,8 +20,6 @@ from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 
-__all__ = ["AttentionCalls", "AttentionMonitor", "LogitStatistics"]
-
 _FUSED = torch.nn.functional.scaled_dot_product_attention
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _MULTI_HEAD_SIGNATURE = inspect.signature(_MULTI_HEAD)
@@ -40,18 +38,15 @@ class AttentionMonitor(ModuleMonitor):
     | `entropy` | of the attention weights before dropout, in nats, the mean over heads |
     | `max_logit_bound` | no logit is larger: the largest norms of queries and keys, multiplied |
 
-    The logits are those after scaling, masks and biases. A query whose keys are all masked has no
-    entropy. Logits that grow without end make attention collapse to single tokens, and training
-    diverge (arXiv 2309.14322, which cures it with a norm of queries and keys).
+    The logits are those after scaling, masks and biases. Logits that grow without end make
+    attention collapse to single tokens, and training diverge (arXiv 2309.14322).
 
     A module that computes its weights itself, such as the eager attention of transformers or
     `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused attention
     (`scaled_dot_product_attention`) shows no logits: only the bound is logged, which ignores masks
-    and adds the largest bias, or with `recompute=True` the logits are computed once more, block by
-    block, in float32. Attention that neither torch's softmax nor its fused function computes is not
-    seen, nor is that of a compiled model; a warning names these modules. A recomputation by
-    activation checkpointing is not measured. With several ranks each measures its own batch, and
-    the first one's are logged.
+    and adds the largest bias, or with `recompute=True` the logits are computed once more. Other
+    attention, and that of a compiled model, is not seen; a warning names these modules. With
+    several ranks, the first one's values are logged.
 
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
@@ -134,16 +129,13 @@ class AttentionMonitor(ModuleMonitor):
             self._running.pop().stop()
 
     def on_train_start(self) -> None:
-        """Forget what was measured before."""
         self._stop_watching()
         super().on_train_start()
 
     def on_train_end(self) -> None:
-        """Stop watching a call that was interrupted."""
         self._stop_watching()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Read all measurements at once, and log them."""
         self._stop_watching()
         super().on_step_end(trainer, step)
 
@@ -238,11 +230,8 @@ class LogitStatistics:
 class AttentionCalls(TorchFunctionMode):
     """Measures softmax and fused attention in one call of a module; nothing is changed.
 
-    A failure of a measurement is kept as `error`, so that the module does not fail.
-
-    Args:
-        heads: the number of heads, for logits whose first dimension is batch and heads together.
-        recompute: compute the logits of fused attention.
+    A failure of a measurement is kept as `error`, so that the module does not fail. The number of
+    heads is for logits whose first dimension is batch and heads together.
     """
 
     def __init__(self, heads: int | None, *, recompute: bool) -> None:
@@ -437,7 +426,6 @@ def _rows_of_block(size: int) -> int:
 def _logit_blocks(
     query: Tensor, key: Tensor, factor: float, mask: Tensor | None, *, is_causal: bool
 ) -> Iterator[Tensor]:
-    """Compute the logits, in blocks of queries."""
     batch, heads, length, _ = query.shape
     rows = _rows_of_block(batch * heads * key.shape[-2])
     keys = key.float().transpose(-2, -1)

@@ -14,8 +14,6 @@ from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.options import BuiltIn
 from hookline.printable import printable, printable_message
 
-__all__ = ["ConsoleLogHook"]
-
 MAX_LOSSES = 100  # each may hold a number on the device
 
 
@@ -44,7 +42,6 @@ class ConsoleLogHook(BuiltIn):
         self._has_batches = False
 
     def on_train_start(self) -> None:
-        """Reset what an earlier training run has left."""
         self._losses.clear()
         self._has_batches = False
 
@@ -56,7 +53,6 @@ class ConsoleLogHook(BuiltIn):
         loss: LazyFloat,
         epoch: int | None = None,
     ) -> None:
-        """Print a line every N batches."""
         self._has_batches = True
         self._losses.append(loss)
         if batch_idx % self._every == 0:
@@ -64,7 +60,6 @@ class ConsoleLogHook(BuiltIn):
             self._print(f"{loader}batch {batch_idx + 1}  step {step}", loss, epoch)
 
     def on_step_end(self, step: int, loss: LazyFloat, epoch: int | None = None) -> None:
-        """Print a line every N steps, if the loop does not provide batches."""
         if not self._has_batches:
             self._losses.append(loss)
             if (step - 1) % self._every == 0:
@@ -78,15 +73,12 @@ class ConsoleLogHook(BuiltIn):
         print(printable_message(f"{start}{position}  {numbers}"), flush=True)
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the validation metrics."""
         print(f"validation at step {step}: {metrics_text(metrics)}", flush=True)
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
-        """Print the epoch's metrics."""
         self._losses.clear()
         print(f"epoch {epoch + 1} ends: {metrics_text(metrics)}", flush=True)
 
     def on_train_end(self, status: str, step: int) -> None:
-        """Print how training ended."""
         self._losses.clear()
         print(f"training ends at step {step}: {printable(status)}", flush=True)

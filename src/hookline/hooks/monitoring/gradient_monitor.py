@@ -13,10 +13,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.loop.processes import is_main_process
-from hookline.tensors.reading import read_tensors
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.tensor_statistics import merge_ranks
-
-__all__ = ["GradientMonitor"]
 
 log = logging.getLogger("hookline")
 
@@ -38,11 +36,9 @@ class GradientMonitor(ParameterMonitor):
     and `p<percentile>`. The total covers all monitored parameters. Parameters that are frozen or
     have no gradient are not reported.
 
-    Percentiles are estimates: they are interpolated between two values of the gradient, each exact
-    to 1 %, or to one ten-millionth of the largest magnitude where that is more.
-
-    A warning names the layers whose gradients vanish, explode or are not finite. It is repeated for
-    a layer only after its gradient has recovered.
+    Percentiles are estimates, exact to 1 %, or to one ten-millionth of the largest magnitude where
+    that is more. A warning names the layers whose gradients vanish, explode or are not finite. It
+    is repeated for a layer only after its gradient has recovered.
 
     Args:
         log_frequency: report every N optimizer steps.
@@ -102,9 +98,7 @@ class GradientMonitor(ParameterMonitor):
                 "remove the hook."
             )
         self._step = 0  # that is measured: a step that is skipped does not count in `on_step_end`
-        self._vanishing_layers: set[str] = set()
-        self._exploding_layers: set[str] = set()
-        self._nonfinite_layers: set[str] = set()
+        self._warned: dict[str, set[str]] = {}  # the layers that a warning has named, by what
 
     def on_gradients_ready(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -119,12 +113,10 @@ class GradientMonitor(ParameterMonitor):
             self._measure(gradients)
 
     def on_before_optimizer_step(self, optimizer_idx: int) -> None:
-        """Copy the weights, if their change is to be reported."""
         if self._measured and self.update_ratio and optimizer_idx in self._measured:
             self._measured[optimizer_idx].keep_weights()
 
     def on_after_optimizer_step(self, optimizer_idx: int) -> None:
-        """Measure the change of the weights."""
         if self._measured and optimizer_idx in self._measured:
             self._measured[optimizer_idx].measure_change()
 
@@ -183,17 +175,18 @@ class GradientMonitor(ParameterMonitor):
                     yield layer, "update_ratio", change / weight
 
     def _warn(self, step: int, norms: dict[str, float]) -> None:
+        found: dict[str, dict[str, float]] = {}
         if self.vanishing is not None:
             small = {name: norm for name, norm in norms.items() if norm < self.vanishing}
-            what = f"vanish, below {self.vanishing:g}"
-            _warn_of_new(small, self._vanishing_layers, list(norms), what, step)
+            found[f"vanish, below {self.vanishing:g}"] = small
         if self.exploding is not None:
-            large = {name: norm for name, norm in norms.items() if norm > self.exploding}
-            large = {name: norm for name, norm in large.items() if math.isfinite(norm)}
-            what = f"explode, above {self.exploding:g}"
-            _warn_of_new(large, self._exploding_layers, list(norms), what, step)
+            large = {name: norm for name, norm in norms.items() if self.exploding < norm < math.inf}
+            found[f"explode, above {self.exploding:g}"] = large
             odd = {name: norm for name, norm in norms.items() if not math.isfinite(norm)}
-            _warn_of_new(odd, self._nonfinite_layers, list(norms), _NOT_FINITE, step)
+            found[_NOT_FINITE] = odd
+        for what, layers in found.items():
+            warned = self._warned.setdefault(what, set())
+            _warn_of_new(layers, warned, list(norms), what, step)
 
 
 _STATISTICS = ("size", "finite", "mean", "std", "largest", "zeros")

@@ -18,10 +18,8 @@ from hookline.errors import HookConfigError
 from hookline.hooks.monitoring.monitor_bases import TrainingMonitor, parameters_of
 from hookline.loop.evaluation import samples_in
 from hookline.loop.loop import processes_of
-from hookline.tensors.reading import read_tensors
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.sharded import is_sharded, stored_values
-
-__all__ = ["GradientNoiseScale"]
 
 log = logging.getLogger("hookline")
 
@@ -47,12 +45,10 @@ class GradientNoiseScale(TrainingMonitor):
     | `gradient_noise/variance` | the average of the estimates of tr(Σ), for one sample |
     | `gradient_noise/batch_size` | the samples in this step, to compare with |
 
-    It needs several micro-batches in a step (gradient accumulation) or several processes (DDP); if
-    there is one of each, a warning says so and nothing is logged. A step with gradients that are
-    not finite is left out, and so is one whose micro-batches are not seen one by one; a warning
-    says why, once. Several processes have to average their gradients within backward, as DDP does.
-    Parameters that are sharded (FSDP2) are refused: there, the gradient of a micro-batch exists
-    nowhere.
+    It needs several micro-batches in a step (gradient accumulation) or several processes (DDP),
+    which average their gradients within backward. A step whose micro-batches are not seen one by
+    one is left out; a warning says why, once. Parameters that are sharded (FSDP2) are refused:
+    there, the gradient of a micro-batch exists nowhere.
 
     Args:
         log_frequency: measure every N optimizer steps.
@@ -86,7 +82,6 @@ class GradientNoiseScale(TrainingMonitor):
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the step that is being measured."""
         self._stop_watching()
         self._step: int | None = None
         self._parameters: list[Tensor] = []
@@ -97,7 +92,6 @@ class GradientNoiseScale(TrainingMonitor):
         self._norm: Tensor | None = None  # the same when they are ready, so unscaled
 
     def on_train_start(self, optimizers: list[Any], trainer: Any, step: int) -> None:
-        """Raise if gradients of micro-batches cannot be seen."""
         self._forget()
         self._sizes, self._boundary = [], step
         self._check(optimizers, trainer)
@@ -117,7 +111,6 @@ class GradientNoiseScale(TrainingMonitor):
         self._checked = True
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """Note the size of the micro-batch."""
         if self.batch_size is None:
             self._sizes.append(samples_in(batch))
 
@@ -139,7 +132,6 @@ class GradientNoiseScale(TrainingMonitor):
         self._in_backward = True
 
     def _watch(self) -> None:
-        """Measure the gradients of the next backward."""
         for number, parameter in enumerate(self._parameters):
             hook: Callable[[Tensor], None] = partial(self._add, number)
             self._handles.append(parameter.register_hook(hook))
@@ -158,7 +150,6 @@ class GradientNoiseScale(TrainingMonitor):
         squares[number] = _norm(gradient.detach()).square()
 
     def on_after_backward(self) -> None:
-        """Measure the gradients that have been accumulated, which a scaler may have scaled."""
         if self._in_backward:
             self._stop_watching()
             self._in_backward = False
@@ -167,7 +158,6 @@ class GradientNoiseScale(TrainingMonitor):
             self._problem = "there were two backwards after one forward"
 
     def on_gradients_ready(self) -> None:
-        """Measure the gradients that a scaler no longer scales."""
         if self._step is not None and self._norm is None:
             self._norm = self._total_norm()
 
@@ -220,7 +210,6 @@ class GradientNoiseScale(TrainingMonitor):
         return torch.stack([of_small, norm.square()])
 
     def _sizes_of_micro_batches(self, sizes: list[int]) -> list[int]:
-        """Return how many samples each micro-batch has."""
         n = len(self._squares)
         if self.batch_size is not None:
             return [self.batch_size] * n
@@ -258,7 +247,6 @@ class GradientNoiseScale(TrainingMonitor):
         trainer.log("gradient_noise/batch_size", batch_size)
 
     def _total_norm(self) -> Tensor:
-        """Return the norm of all gradients together."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not gradients:
             return torch.zeros(())
@@ -268,7 +256,6 @@ class GradientNoiseScale(TrainingMonitor):
         return total
 
     def on_train_end(self) -> None:
-        """Stop watching."""
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:

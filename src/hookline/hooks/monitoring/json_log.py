@@ -21,8 +21,6 @@ from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now
 from hookline.runs.rewind import move_end
 
-__all__ = ["JSONLogHook"]
-
 
 class JSONLogHook(BuiltIn):
     """Writes a JSON line for batches, epochs, validations, checkpoints and the end of training.
@@ -30,11 +28,10 @@ class JSONLogHook(BuiltIn):
     Each line has `timestamp` (UTC), `event` (the name without `on_`), `epoch` and `step`. Lines of
     batches also have `batch`, `loader` and `loss`; those of epochs and validations have `metrics`.
     In a bare loop that does not load batches through its session, lines of steps, with `loss`, take
-    the place of those of batches.
-    Epochs and batches are counted from 0, as in hooks. Lines are written atomically: a killed
-    process leaves no partial line. Values that JSON does not support are written as their `repr`,
-    NaN as the string "NaN". When a run is resumed, lines behind the checkpoint are moved to
-    `<name>.repeated.jsonl` beside the file, because their steps are trained again.
+    the place of those of batches. Epochs and batches are counted from 0. A killed process leaves no
+    partial line. Values that JSON does not support are written as their `repr`, NaN as the string
+    "NaN". When a run is resumed, lines behind the checkpoint are moved to `<name>.repeated.jsonl`
+    beside the file, because their steps are trained again.
 
     Args:
         log_every_n_batches: write every N batches of a loader, starting with the first.
@@ -76,7 +73,6 @@ class JSONLogHook(BuiltIn):
         self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
-        """Open the file, so that an error is raised before training."""
         self._has_batches = False
         self._write(trainer, "train_start", epoch=epoch, step=step)
 
@@ -89,7 +85,6 @@ class JSONLogHook(BuiltIn):
         loss: LazyFloat,
         epoch: int | None = None,
     ) -> None:
-        """Write a line every N batches."""
         self._has_batches = True
         if not batch_idx % self._every:
             position = {"epoch": epoch, "batch": batch_idx, "loader": dataloader_name, "step": step}
@@ -98,35 +93,29 @@ class JSONLogHook(BuiltIn):
     def on_step_end(
         self, trainer: Any, step: int, loss: LazyFloat, epoch: int | None = None
     ) -> None:
-        """Write a line every N steps, if the loop does not provide batches."""
         if not self._has_batches and not (step - 1) % self._every:
             self._write(trainer, "step_end", epoch=epoch, step=step, loss=loss)
 
     def on_validation_end(
         self, trainer: Any, step: int, metrics: Mapping[str, Any], epoch: int | None = None
     ) -> None:
-        """Write the validation metrics."""
         self._write(trainer, "validation_end", epoch=epoch, step=step, metrics=metrics)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the epoch's metrics."""
         self._write(trainer, "epoch_end", epoch=epoch, step=step, metrics=metrics)
 
     def on_checkpoint_save(
         self, trainer: Any, step: int, checkpoint_path: Any, epoch: int | None = None
     ) -> None:
-        """Write the path of the checkpoint."""
         self._write(trainer, "checkpoint_save", epoch=epoch, step=step, path=checkpoint_path)
 
     def on_exception(
         self, trainer: Any, step: int, exception: BaseException, epoch: int | None = None
     ) -> None:
-        """Write the exception."""
         error = f"{type(exception).__name__}: {exception}"
         self._write(trainer, "exception", epoch=epoch, step=step, error=error)
 
     def on_train_end(self, trainer: Any, step: int, status: str, epoch: int | None = None) -> None:
-        """Write the status, and close the file."""
         self._write(trainer, "train_end", epoch=epoch, step=step, status=status)
         if self._file is not None:
             self._file.close()

@@ -15,8 +15,6 @@ from hookline.options import BuiltIn
 from hookline.runs.run_lookup import shorten_path
 from hookline.tensors.module_classes import module_class
 
-__all__ = ["LoggingHook"]
-
 log = logging.getLogger("hookline.training")
 
 Level = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -55,25 +53,20 @@ class LoggingHook(BuiltIn):
         self._log("Training starts%s: %s%s", resumed, what, folder)
 
     def on_epoch_end(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log the epoch's metrics."""
         if log.isEnabledFor(self._level):  # reading metrics may wait for the device
             self._log("Epoch %d ends at step %d: %s", epoch, step, metrics_text(metrics))
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Log the validation metrics."""
         if log.isEnabledFor(self._level):
             self._log("Validation at step %d: %s", step, metrics_text(metrics))
 
     def on_checkpoint_save(self, checkpoint_path: Any, step: int) -> None:
-        """Log the path of the checkpoint."""
         self._log("Checkpoint of step %d: %s", step, checkpoint_path)
 
     def on_checkpoint_load(self, checkpoint_path: Any, step: int) -> None:
-        """Log the checkpoint from which training continues."""
         self._log("Restored step %d from %s", step, checkpoint_path)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        """Log the exception; its traceback is shown when it is raised again."""
         log.error("Training fails at step %d: %s: %s", step, type(exception).__name__, exception)
 
     def on_train_end(self, status: str, step: int) -> None:

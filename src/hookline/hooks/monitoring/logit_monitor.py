@@ -14,8 +14,6 @@ from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 from hookline.tensors.nested import describe_structure
 from hookline.tensors.sharded import is_sharded
 
-__all__ = ["LogitMonitor"]
-
 log = logging.getLogger("hookline")
 
 
@@ -34,12 +32,9 @@ class LogitMonitor(TrainingMonitor):
     | `logits/margin` | the largest logit minus the second largest |
 
     A log Z that drifts far from zero precedes instabilities of the output layer, which a z-loss or
-    a lower learning rate cures (arXiv 2309.14322). Logits are measured in float32, in the first
-    batch of a step. With several ranks each measures its own batch, and the first one's are logged.
-
-    All positions and classes count: also padding that the loss ignores, and classes that fill up a
-    vocabulary. That outputs are logits is taken for granted: leave the hook out for a regression.
-    Where there are none, or no such dimension, a warning says so once, and nothing is logged.
+    a lower learning rate cures (arXiv 2309.14322). The first batch of a step is measured; with
+    several ranks, the first one's values are logged. All positions and classes count, also padding
+    that the loss ignores. Where there are no logits, a warning says so once.
 
     Args:
         log_frequency: report every N optimizer steps.
@@ -67,7 +62,6 @@ class LogitMonitor(TrainingMonitor):
         self._warned = False
 
     def on_train_start(self) -> None:
-        """Forget what was measured before."""
         self._values, self._step = {}, None
 
     def on_after_forward(self, outputs: Any, step: int) -> None:
@@ -78,12 +72,11 @@ class LogitMonitor(TrainingMonitor):
         logits = _find_logits(outputs)
         dim = None if logits is None else self._dim(logits)
         if logits is None or dim is None or not logits.numel() or logits.shape[dim] < 2:
-            self._warn(outputs, has_dim=logits is None or dim is not None)
+            self._warn(outputs)
             return
         self._values = self._measure(logits, dim)
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Log what was measured."""
         values, self._values = self._values, {}
         if values and self._step in (step - 1, step):  # a skipped step does not count
             for name, value in values.items():
@@ -95,23 +88,14 @@ class LogitMonitor(TrainingMonitor):
             return 1 if logits.ndim > 3 else -1
         return self.class_dim if -logits.ndim <= self.class_dim < logits.ndim else None
 
-    def _warn(self, outputs: Any, *, has_dim: bool) -> None:
+    def _warn(self, outputs: Any) -> None:
         """Say once that there is nothing to measure."""
-        if self._warned:
-            return
-        self._warned = True
-        shown = describe_structure(outputs)
-        if has_dim:
+        if not self._warned:
+            self._warned = True
             log.warning(
                 "LogitMonitor found no logits in the model's output, %s. Expected a tensor with "
-                "two or more classes, or `logits` that are one.",
-                shown,
-            )
-        else:
-            log.warning(
-                "LogitMonitor measures nothing: class_dim is %s, which the model's output, %s, "
-                "does not have. Give the dimension of the classes.",
-                *(self.class_dim, shown),
+                "two or more classes along class_dim=%s, or `logits` that are one.",
+                *(describe_structure(outputs), self.class_dim),
             )
 
     @torch.no_grad()

@@ -16,8 +16,6 @@ from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_reader import read_jsonl_backwards
 
-__all__ = ["LossSpikeDetector"]
-
 log = logging.getLogger("hookline")
 _TO_DEVIATION = 1.4826  # the median distance of a normal distribution, to its deviation
 _DELAY = 1  # steps after which a loss is read, so that the device is not waited for
@@ -46,13 +44,10 @@ class LossSpikeDetector(TrainingMonitor):
     | `values` | by name: pairs of step and value, as logged in the steps around it |
     | `values_omitted` | how many more there were, beyond 5,000 |
 
-    A spike that is repeated by a resumed training is recorded once. After 100 spikes in a run, a
-    warning says so, and no more are recorded.
-
+    A spike that is repeated by a resumed training is recorded once, and up to 100 in a run.
     `indices` is null where the loop does not know them: only Hookline's trainer does, for a
     `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
-    With several ranks, the first one's loss is watched, and its batches are kept: the mean over all
-    ranks is known only later, when it is recorded, since no step waits for it.
+    With several ranks, the first one's loss and batches are watched.
 
     Args:
         threshold: the z-score above which a loss is a spike.
@@ -85,12 +80,10 @@ class LossSpikeDetector(TrainingMonitor):
         self._unread: deque[tuple[int, int | None, LazyFloat | float, list[Any]]] = deque()
         self._batches: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
-        self._is_limit_known = False
 
     def on_train_batch_start(
         self, trainer: Any, batch_idx: int, dataloader_name: str, dataloader_idx: int
     ) -> None:
-        """Note which batch the step uses."""
         find = getattr(trainer, "sample_indices", None)
         indices = None if find is None else find(dataloader_idx, batch_idx)
         self._batches.append(
@@ -98,14 +91,12 @@ class LossSpikeDetector(TrainingMonitor):
         )
 
     def on_step_end(self, step: int, loss: LazyFloat, state: Any, run: Any) -> None:
-        """Check the loss of the step before this one."""
         epoch = state.get("current_epoch") if isinstance(state, Mapping) else None
         self._unread.append((step, epoch, loss, self._batches))
         self._batches = []
         self._check_until(step - _DELAY, run)
 
     def on_train_end(self, step: int, run: Any) -> None:
-        """Check the last losses, and write what has not been written yet."""
         self._check_until(step, run)
         self._write(run)
 
@@ -147,7 +138,6 @@ class LossSpikeDetector(TrainingMonitor):
                 self._open |= {"peak": loss, "peak_step": step}
         elif not math.isfinite(loss) or (known and z > self.threshold):
             if len(self.spikes) >= _MAX_SPIKES:
-                self._warn_of_limit()
                 return
             log.warning(
                 "Step %s: the loss spikes to %.4g, from a median of %.4g in the last %s steps "
@@ -157,15 +147,6 @@ class LossSpikeDetector(TrainingMonitor):
             self._open = {"step": step, "epoch": epoch, "loss": loss, "z": z}
             self._open |= {"median": center, "deviation": deviation}
             self._open |= {"peak": loss, "peak_step": step, "batches": batches}
-
-    def _warn_of_limit(self) -> None:
-        if not self._is_limit_known:
-            self._is_limit_known = True
-            log.warning(
-                "LossSpikeDetector has recorded %s spikes. It records no more of them: a larger "
-                "threshold finds fewer.",
-                _MAX_SPIKES,
-            )
 
     def _describe_window(self) -> tuple[float, float]:
         """Return the median of the losses in the window, and their deviation from it."""

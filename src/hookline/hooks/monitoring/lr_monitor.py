@@ -10,8 +10,6 @@ import torch
 
 from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 
-__all__ = ["LRMonitor"]
-
 
 class LRMonitor(TrainingMonitor):
     """Logs the learning rate of each step, for every parameter group of every optimizer.
@@ -46,7 +44,6 @@ class LRMonitor(TrainingMonitor):
         self.__dict__["on_epoch_end" if frequency == "step" else "on_step_end"] = None
 
     def on_train_start(self) -> None:
-        """Reset what an earlier training run has left."""
         self._used = {}
 
     def on_after_optimizer_step(self, optimizers: Sequence[Any], optimizer_idx: int) -> None:
@@ -61,12 +58,10 @@ class LRMonitor(TrainingMonitor):
                 self._used[f"{kind}/{suffix}"] = value.detach().clone() if is_tensor else value
 
     def on_step_end(self, trainer: Any) -> None:
-        """Log the settings of this step."""
         self._log(trainer)
         self._used = {}
 
     def on_epoch_end(self, trainer: Any) -> None:
-        """Log the settings of the last step."""
         self._log(trainer)
 
     def _values(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -14,17 +14,9 @@ from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
 from hookline.probes.probe import Probe
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.parameter_names import named_parameters
-from hookline.tensors.reading import read_tensors
 from hookline.tensors.tensor_statistics import Columns, TensorStatistics
-
-__all__ = [
-    "ModuleMonitor",
-    "MonitoredParameters",
-    "ParameterMonitor",
-    "TrainingMonitor",
-    "parameters_of",
-]
 
 log = logging.getLogger("hookline")
 
@@ -68,7 +60,6 @@ class ModuleMonitor(TrainingMonitor, Probe):
         return call.name not in self._measured
 
     def on_train_start(self) -> None:
-        """Forget what was measured before."""
         self._reset_results()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
@@ -116,7 +107,6 @@ class ParameterMonitor(TrainingMonitor):
         self._measured: dict[int, Any] = {}
 
     def on_train_start(self, model: torch.nn.Module) -> None:
-        """Find the parameters to monitor; raise an error that ends training if there are none."""
         self._measured.clear()
         try:
             self._names = named_parameters(model, self.param_filter)

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
-from hookline.tensors.reading import read_tensors
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.sharded import local
 from hookline.tensors.tensor_statistics import merge_ranks
-
-__all__ = ["OptimizerMonitor"]
 
 
 class OptimizerMonitor(ParameterMonitor):
@@ -89,11 +87,9 @@ class OptimizerMonitor(ParameterMonitor):
                 started.keep_weights()
 
     def on_step_skipped(self, optimizer_idx: int) -> None:
-        """Forget a step that was not made."""
         self._measured.pop(optimizer_idx, None)
 
     def on_after_optimizer_step(self, optimizer_idx: int) -> None:
-        """Measure the step, without waiting for the device."""
         made: _OptimizerStep | None = self._measured.get(optimizer_idx) if self._measured else None
         if made is not None:
             made.measure(rms_ratio=self.rms_ratio, updates=self.updates)
@@ -126,7 +122,6 @@ class OptimizerMonitor(ParameterMonitor):
 
 
 def _ratios(norms: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield the measures that these norms give."""
     if "ratio" in norms:
         yield "rms_ratio", norms["ratio"] / norms["size"]
     if norms.get("weight"):

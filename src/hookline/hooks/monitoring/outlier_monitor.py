@@ -16,8 +16,6 @@ from hookline.tensors.nested import tensors_in
 from hookline.tensors.running_statistics import unit_dimension
 from hookline.tensors.sharded import local
 
-__all__ = ["OutlierMonitor"]
-
 _MASSIVE = 100.0  # a massive activation is above this, and above so many medians:
 _MASSIVE_RATIO = 1000.0
 _PIECE = 1 << 22  # values that are measured at once
@@ -38,16 +36,11 @@ class OutlierMonitor(ModuleMonitor):
     | `effective_rank` | exp of the entropy of the normalized singular values of the features |
 
     Massive activations are defined in arXiv 2402.17762, dormant units in arXiv 2302.12902. The
-    first tensor of floating-point numbers in an output is measured, in float32. Units are along its
-    last dimension, in outputs with four or more dimensions and those of convolutions along the
-    channels. `massive` uses the median of up to 65,536 values, evenly spaced. The effective rank is
-    that of up to `rank_samples` positions, evenly spaced, so it is at most their number; features
-    that are all zero have a rank of 0. Values that are not finite make all measures NaN, and a
-    constant output has no kurtosis, which is NaN, too.
-
-    With several ranks each measures its own batch, and the first one's values are logged. A
-    recomputation by activation checkpointing is not measured. A warning names modules without an
-    output that can be measured.
+    first tensor of floating-point numbers in an output is measured. Units are along its last
+    dimension, in outputs with four or more dimensions and those of convolutions along the channels.
+    The effective rank is that of up to `rank_samples` positions, so it is at most their number.
+    Values that are not finite make all measures NaN. With several ranks, the first one's values are
+    logged. A warning names modules without an output that can be measured.
 
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules

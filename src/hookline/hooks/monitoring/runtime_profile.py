@@ -18,8 +18,6 @@ from hookline.options import BuiltIn
 from hookline.tensors.memory import device_peak_mb, resident_mb
 from hookline.tensors.timing import Timestamp, elapsed_ms
 
-__all__ = ["RuntimeProfile"]
-
 
 class RuntimeProfile(BuiltIn):
     """Logs the time per loader and phase, samples and tokens per second, and memory.
@@ -35,12 +33,9 @@ class RuntimeProfile(BuiltIn):
     called, `forward` until it returns, and `backward` includes the loss; samples are not counted.
 
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are computed over the
-    whole time except validation and checkpoints; with a schedule such as `every=10`, only over
-    batches whose loading was measured too. `profile/memory_peak_mb` is the peak of allocated memory
-    on an accelerator; without one, `profile/memory_resident_mb` is the memory of the process.
-
-    On an accelerator all phases except `data` are timed on the device itself, because a wall clock
-    would measure how long it takes to launch the work.
+    whole time except validation and checkpoints. `profile/memory_peak_mb` is the peak of allocated
+    memory on an accelerator, whose phases except `data` are timed on the device itself; without
+    one, `profile/memory_resident_mb` is the memory of the process.
 
     Args:
         log_frequency: report every N optimizer steps.
@@ -62,10 +57,13 @@ class RuntimeProfile(BuiltIn):
 
     def __init__(self, log_frequency: PositiveInt = 50) -> None:
         self.log_frequency = log_frequency
-        self._device = torch.device("cpu")
-        self._clock = PhaseClock(self._device)
-        self._reported = self._step = 0
-        self._tokens_before = 0  # at the end of the last batch that was measured
+        self._begin(torch.device("cpu"), 0, 0)
+
+    def _begin(self, device: torch.device, step: int, tokens_seen: int) -> None:
+        self._device = device
+        self._clock = PhaseClock(device)
+        self._reported = self._step = step
+        self._tokens_before = tokens_seen  # at the end of the last batch that was measured
         # When waiting for the next batch, and its time for throughput, began; None if not measured.
         self._idle_since: float | None = None
         self._throughput_since: float | None = None
@@ -83,14 +81,7 @@ class RuntimeProfile(BuiltIn):
 
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
         """Start the clock."""
-        self._device = device_of(model)
-        self._clock = PhaseClock(self._device)
-        self._reported = self._step = step
-        self._tokens_before = tokens_seen
-        self._has_batches, self._loader, self._forward = False, "train", None
-        self._completes_step = self._is_forward_counted = False
-        self._forward_end, self._unfinished = None, 0
-        self._reset()
+        self._begin(device_of(model), step, tokens_seen)
         self._resume()
 
     def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
@@ -112,7 +103,6 @@ class RuntimeProfile(BuiltIn):
         self._clock.start()
 
     def on_before_forward(self, step: int) -> None:
-        """Begin the forward phase, if the loop does not provide batches."""
         if not self._has_batches:
             since = self._idle_since if step == self._step else None  # else steps were not measured
             self._data_ms = None if since is None else elapsed_ms(since, perf_counter())
@@ -120,14 +110,12 @@ class RuntimeProfile(BuiltIn):
             self._forward = self._clock.now(), None
 
     def on_after_forward(self) -> None:
-        """Remember the end of the model's call: the loop may not provide the start of backward."""
         if self._forward is not None:
             self._forward = self._forward[0], self._clock.now()
         elif self._has_batches:
             self._forward_end = self._clock.now()
 
     def on_before_backward(self) -> None:
-        """End the forward phase."""
         self._forward_end = None
         if self._is_forward_counted:
             self._clock.start()
@@ -153,7 +141,6 @@ class RuntimeProfile(BuiltIn):
         self._clock.lap((self._loader, "backward"))
 
     def on_before_optimizer_step(self) -> None:
-        """Remember that this batch completes a step."""
         self._completes_step = True
 
     def on_train_batch_end(self, batch: Any, tokens_seen: int = 0) -> None:
@@ -182,11 +169,9 @@ class RuntimeProfile(BuiltIn):
         self._idle_since = perf_counter()  # hooks since the end of the batch do not count as data
 
     def on_validation_end(self) -> None:
-        """Exclude the time of validation."""
         self._resume()
 
     def on_checkpoint_save(self) -> None:
-        """Exclude the time of saving."""
         self._resume()
 
     def _resume(self) -> None:

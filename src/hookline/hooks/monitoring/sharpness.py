@@ -19,11 +19,9 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
+from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.global_norm import global_norm
-from hookline.tensors.reading import read_tensors, widest_float
 from hookline.tensors.sharded import is_sharded, stored_values
-
-__all__ = ["Sharpness"]
 
 
 class Sharpness(TrainingMonitor):
@@ -34,20 +32,14 @@ class Sharpness(TrainingMonitor):
     more, at weights that are moved a little along the gradient, and the difference of the two is
     divided by the distance. So it works with fused attention, which has no second derivative.
 
-    The batch is that of the step, with the same dropout. If a step has several batches, it is the
-    last one of them, and its gradient at the unmoved weights is computed again, too, as it is where
-    the gradients of several optimizers come from different steps. Weights, gradients, buffers, the
-    scaler and random states are afterwards what they were, and other hooks and probes do not see
-    the additional calls of the model; `step_fn` or `loss_fn` is called once more, and so are hooks
-    that the model's own code has registered. With DDP, the value is that of all processes' batches
-    together.
+    The batch is that of the step, with the same dropout; of several batches, the last one. Weights,
+    gradients, buffers, the scaler and random states are afterwards what they were, and other hooks
+    and probes do not see the additional calls of the model; `step_fn` or `loss_fn` is called once
+    more. With DDP, the value is that of all processes' batches together.
 
     Logged are `sharpness/along_gradient`, and `sharpness/times_lr`, its product with the learning
-    rate of the first optimizer. A value that is not finite is not logged.
-
-    Hookline's own trainer is needed, since other loops cannot compute the loss of a batch again.
-    Sharded (FSDP2) and half-precision parameters are refused; mixed precision works, with the
-    precision of its gradients.
+    rate of the first optimizer. Hookline's own trainer is needed, since other loops cannot compute
+    the loss of a batch again. Sharded (FSDP2) and half-precision parameters are refused.
 
     Args:
         log_frequency: measure every N optimizer steps.
@@ -75,7 +67,6 @@ class Sharpness(TrainingMonitor):
         self._lr = 0.0
 
     def on_train_start(self, trainer: Any, optimizers: list[Any]) -> None:
-        """Raise if this loop or these parameters are not supported."""
         self._forget()
         self._check(trainer, optimizers)
 
@@ -105,7 +96,6 @@ class Sharpness(TrainingMonitor):
     def on_train_batch_start(
         self, trainer: Any, batch: Any, step: int, optimizers: list[Any]
     ) -> None:
-        """Keep the batch and the random states that its forward begins with, if it is due."""
         if (step + 1) % self.log_frequency == 0:
             if not self._checked:  # the hook was added during training
                 self._check(trainer, optimizers)

@@ -14,8 +14,6 @@ from hookline.errors import ConfigError
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
-__all__ = ["TorchProfiler"]
-
 log = logging.getLogger("hookline")
 
 
@@ -65,7 +63,6 @@ class TorchProfiler(BuiltIn):
         self._step = self._steps_left = self._cycles_started = 0
 
     def on_train_start(self, trainer: Any, step: int) -> None:
-        """Start the first cycle."""
         self._stop()  # if an earlier training run never ended
         self._trace_folder = self._make_folder(trainer)
         self._step = step
@@ -103,7 +100,6 @@ class TorchProfiler(BuiltIn):
         self._cycles_started += 1
 
     def on_train_end(self) -> None:
-        """Stop, and write what was recorded."""
         self._stop()
 
     def _stop(self) -> None:

@@ -20,8 +20,6 @@ from hookline.hook import HookGroup
 from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.options import BuiltIn
 
-__all__ = ["Heartbeat"]
-
 log = logging.getLogger("hookline")
 
 TIMEOUT = 10.0
@@ -65,29 +63,24 @@ class Heartbeat(BuiltIn):
         self._failed = self._has_batches = False
 
     def on_train_start(self, trainer: Any) -> None:
-        """Send the first heartbeat."""
         self._path = None
         self._failed = self._has_batches = False
         self._beat(trainer)
 
     def on_train_batch_end(self, trainer: Any) -> None:
-        """Send a heartbeat if it is due."""
         self._has_batches = True
         if time.monotonic() >= self._due:
             self._beat(trainer)
 
     def on_step_end(self, trainer: Any) -> None:
-        """Send a heartbeat if it is due, if the loop does not provide batches."""
         if not self._has_batches and time.monotonic() >= self._due:
             self._beat(trainer)
 
     def on_validation_batch_end(self, trainer: Any) -> None:
-        """Send a heartbeat if it is due: a run in a long validation does not hang."""
         if time.monotonic() >= self._due:
             self._beat(trainer)
 
     def on_train_end(self, trainer: Any) -> None:
-        """Write the final status."""
         self._write(trainer)
         if self._sender is not None:
             self._sender.close(WAIT_AT_END)

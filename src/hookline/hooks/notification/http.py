@@ -13,17 +13,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections import deque
 from typing import Annotated, Any
 from urllib.parse import urljoin, urlsplit
 
 from pydantic import SkipValidation
 
 from hookline.errors import ConfigError
+from hookline.hooks.background_worker import BackgroundWorker
 from hookline.printable import printable
-
-__all__ = ["Secret", "Sender", "checked_url"]
 
 log = logging.getLogger("hookline")
 
@@ -62,65 +59,33 @@ class Sender:
     ) -> None:
         self.lost = 0
         self._what, self._timeout, self._retries, self._pause = what, timeout, retries, pause
-        self._pending: deque[tuple[str, bytes | None]] = deque()
-        self._max_pending = max_pending
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._closed = threading.Event()
-        self._sending = self._failing = False
+        self._failing = False
+        self._worker = BackgroundWorker(f"hookline {what}", self._deliver, max_pending)
 
     def send(self, url: str, json: bytes | None = None) -> None:
         """Queue a request, a POST of JSON or a GET; this does not wait for the server."""
-        with self._changed:
-            if len(self._pending) >= self._max_pending:
-                self._pending.popleft()
-                self.lost += 1
-            self._pending.append((url, json))
-            if self._thread is None:
-                name = f"hookline {self._what}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+        dropped = self._worker.add((url, json))
+        self.lost += len(dropped)
 
     def close(self, wait: float) -> None:
         """Wait at most this many seconds for pending requests, and drop the rest."""
-        end = time.monotonic() + wait
-        with self._changed:
-            while self._thread is not None and (left := end - time.monotonic()) > 0:
-                self._changed.wait(left)
-            self._closed.set()
-            self.lost += len(self._pending) + self._sending
-            self._pending.clear()
+        left = self._worker.end(wait)
+        self.lost += len(left)
         if self.lost:
             log.warning("%d %s(s) could not be sent.", self.lost, self._what)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._pending:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                url, json = self._pending.popleft()
-                self._sending = True
-            problem = self._deliver(url, json)
-            with self._changed:
-                self._sending = False
-                # After close() it is counted already.
-                lost = problem is not None and not self._closed.is_set()
-                self.lost += lost
-            if lost and not self._failing:  # once, until a request succeeds again
-                log.warning("A %s could not be sent: %s.", self._what, problem)
-            self._failing = lost
-
-    def _deliver(self, url: str, json: bytes | None) -> str | None:
-        """Send a request with retries; return the problem if all attempts failed."""
-        pause = self._pause
+    def _deliver(self, request: tuple[str, bytes | None], closed: threading.Event) -> None:
+        problem, pause = None, self._pause
         for attempts_left in reversed(range(self._retries + 1)):
-            problem, can_retry = _request(url, json, self._timeout)
-            if problem is None or not can_retry or not attempts_left or self._closed.wait(pause):
-                return problem
+            problem, can_retry = _request(*request, self._timeout)
+            if problem is None or not can_retry or not attempts_left or closed.wait(pause):
+                break
             pause = min(2 * pause, MAX_PAUSE)
-        raise AssertionError("unreachable")
+        is_lost = problem is not None and not closed.is_set()  # after close() it is counted already
+        self.lost += is_lost
+        if is_lost and not self._failing:  # once, until a request succeeds again
+            log.warning("A %s could not be sent: %s.", self._what, problem)
+        self._failing = is_lost
 
 
 def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, bool]:
@@ -174,14 +139,15 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
 
 def _describe_redirect(code: int, url: str | None, location: str | None) -> str:
     """Return what the server said; of the URL it named only the host, the rest may be secret."""
+    nowhere = f"the server responded with {code}, a redirect to no valid URL"
     try:
         target = urlsplit(urljoin(url or "", location or ""))
-        scheme, host = target.scheme, target.netloc.rpartition("@")[2]
     except ValueError:
-        scheme = host = ""
-    if not host or location is None:
-        return f"the server responded with {code}, a redirect to no valid URL"
+        return nowhere
+    host = target.netloc.rpartition("@")[2]
+    if location is None or not host:
+        return nowhere
     return (
-        f"the server responded with {code}, a redirect to {scheme}://{printable(host)}, "
+        f"the server responded with {code}, a redirect to {target.scheme}://{printable(host)}, "
         "which was not followed. If that is the right server, configure its URL"
     )

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from html import escape
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
@@ -19,8 +20,6 @@ from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.masking import mask_text
 from hookline.options import BuiltIn
 from hookline.tensors.module_classes import module_class
-
-__all__ = ["NotificationHook"]
 
 log = logging.getLogger("hookline")
 
@@ -96,7 +95,6 @@ class NotificationHook(BuiltIn):
         self.__dict__.update((event, None) for event, used in needed.items() if not used)
 
     def on_train_start(self, model: Any, step: int, run: Any = None) -> None:
-        """Report the start of training."""
         self._reported_exception = False
         if "training_start" in self._notify_on:
             name = "" if run is None else f", run {run.id}"
@@ -104,22 +102,18 @@ class NotificationHook(BuiltIn):
             self._send(f"Training starts{after}: {module_class(model).__name__}{name}.")
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Report the metrics, and a new best model."""
         if "validation" in self._notify_on:
             self._send(f"Validation at step {step}: {metrics_text(metrics)}.")
         if self._monitor.startswith(("val/", "eval/")):
             self._compare(step, metrics)
 
     def on_epoch_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Report a new best model."""
         self._compare(step, metrics)
 
     def on_checkpoint_save(self, checkpoint_path: Any, step: int) -> None:
-        """Report the path of the checkpoint."""
         self._send(f"Checkpoint of step {step}: {checkpoint_path}.")
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        """Report the exception."""
         self._reported_exception = True
         self._send(f"Training failed at step {step}: {type(exception).__name__}: {exception}")
 
@@ -167,6 +161,5 @@ class NotificationHook(BuiltIn):
             self._sender = Sender("notification", timeout=self._timeout, retries=self._retries)
         text = mask_text(f"{self._prefix}{text}")
         text = text if len(text) <= MAX_LENGTH else text[:MAX_LENGTH] + "…"
-        for sign, escape in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):  # as Slack requires
-            text = text.replace(sign, escape)
+        text = escape(text, quote=False)  # as Slack requires
         self._sender.send(self._url, json.dumps({"text": text}).encode())

@@ -13,8 +13,6 @@ from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import RequiresMetrics, log_or_print, metric_value
 from hookline.options import BuiltIn
 
-__all__ = ["EarlyStopping"]
-
 log = logging.getLogger("hookline")
 
 
@@ -84,8 +82,6 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         self._stop_reason: str | None = None
         self._stop_patience = 0  # the number of checks that it waited for, if that was the reason
 
-    # -- events -----------------------------------------------------------------------------------
-
     def on_train_start(self, trainer: Any) -> None:
         """Reset the counters, unless the run is resumed."""
         if not self._resumed:
@@ -99,19 +95,14 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
             trainer.stop(self._stop_reason)
 
     def on_validation_end(self, trainer: Any, step: int, metrics: Any, epoch: int = 0) -> None:
-        """Check after a validation, unless no step was made since the last one."""
         if self._is_training and step != self._checked_at:
             self._check(trainer, epoch, step, metrics)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int, metrics: Any) -> None:
-        """Check at the end of an epoch."""
         self._check(trainer, epoch, step, metrics)
 
     def on_train_end(self) -> None:
-        """Ignore validations after training."""
         self._is_training = self._resumed = False
-
-    # -- the check --------------------------------------------------------------------------------
 
     def required_metrics(self, trainer: Any) -> tuple[str, list[str]]:
         """Return the event of the check, and the metric if it must not be missing."""
@@ -170,8 +161,6 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
 
     def _is_better(self, value: float, than: float) -> bool:
         return value < than if self._mode == "min" else value > than
-
-    # -- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters."""

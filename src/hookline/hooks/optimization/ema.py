@@ -24,8 +24,6 @@ from hookline.tensors.full_tensor import full_tensor
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.sharded import is_sharded, local, reshard, shard_like
 
-__all__ = ["EMA"]
-
 log = logging.getLogger("hookline")
 
 _DEFAULT_WARMUP = 10
@@ -39,17 +37,15 @@ class EMA(BuiltIn):
     """Keeps an exponential moving average of the weights, and validates with it.
 
     Every N completed steps, `average = d * average + (1 - d) * weights` with `d = decay ** N` is
-    computed on the device: the average has the same time constant as one that is updated in every
-    step. In the first N steps it is updated in every step, so that it can be used from the first
-    one on. Training itself does not change, bit for bit. For validation the average is copied into
-    the model; afterwards the training weights are restored, also if validation fails. Checkpoints
-    always contain the training weights as the model's, and the average as this hook's state: while
-    the average is in the model, `model.state_dict()` returns the training weights.
+    computed on the device; in the first N steps, in each. Training itself does not change, bit for
+    bit. For validation the average is copied into the model; afterwards the training weights are
+    restored, also if validation fails. Checkpoints always contain the training weights as the
+    model's, and the average as this hook's state: while the average is in the model,
+    `model.state_dict()` returns the training weights.
 
-    Order: users' hooks run first. In `on_validation_start` they still see the training weights,
-    and in `on_validation_end` still the average; built-in hooks after this one see the opposite.
-    Everything in between (batches, probes) sees the average. To show the average to another hook
-    in `on_validation_start` too, register this one with `before=`.
+    Users' hooks run first: in `on_validation_start` they still see the training weights, and in
+    `on_validation_end` still the average. To show the average to another hook in
+    `on_validation_start` too, register this one with `before=`.
 
     `export(path)` writes a model with the averaged weights (of a model with an adapter of PEFT, the
     adapter), and `apply_to(model)` copies them.
@@ -102,7 +98,6 @@ class EMA(BuiltIn):
     # -- events -----------------------------------------------------------------------------------
 
     def on_train_start(self, model: nn.Module) -> None:
-        """Start with the current weights, or with the average from a checkpoint."""
         self._restore_weights()
         if not self._resumed:
             self._averages, self.updates, self._steps = {}, 0, 0
@@ -123,7 +118,6 @@ class EMA(BuiltIn):
             self._restore_weights()
 
     def on_after_optimizer_step(self) -> None:
-        """Remember that the step was made; this event does not fire for a skipped step."""
         self._stepped = True
 
     def on_step_end(self) -> None:
@@ -138,12 +132,10 @@ class EMA(BuiltIn):
             self._update(self._decay**self._every)
 
     def on_validation_start(self) -> None:
-        """Copy the average into the model."""
         self._restore_weights()  # if a validation never ended
         self._use_average()
 
     def on_validation_end(self) -> None:
-        """Restore the training weights."""
         self._restore_weights()
 
     def cancel_validation(self) -> None:
@@ -151,11 +143,9 @@ class EMA(BuiltIn):
         self._restore_weights()
 
     def on_exception(self) -> None:
-        """Restore the training weights if validation failed."""
         self._restore_weights()
 
     def on_train_end(self) -> None:
-        """Restore the training weights, however training ended."""
         self._restore_weights()
         self._is_training = self._resumed = False
 
@@ -209,7 +199,6 @@ class EMA(BuiltIn):
     # -- the average ------------------------------------------------------------------------------
 
     def _attach(self, model: nn.Module) -> None:
-        """Start averaging this model's weights."""
         self._model = model = _unwrapped(model)
         self._weights, self._frozen = {}, {}
         known = dict(_tensors(model, self._include_buffers))

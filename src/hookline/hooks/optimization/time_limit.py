@@ -15,8 +15,6 @@ from hookline.errors import ConfigError
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 
-__all__ = ["TimeLimit"]
-
 log = logging.getLogger("hookline")
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -63,7 +61,6 @@ class TimeLimit(BuiltIn):
         self._stopped = self._has_batches = False
 
     def on_train_start(self, trainer: Any) -> None:
-        """Start the clock."""
         self._stopped = self._has_batches = False
         self._start_clock(trainer)
 
@@ -74,23 +71,19 @@ class TimeLimit(BuiltIn):
             self._stop(trainer, save=False)
 
     def on_train_batch_end(self, trainer: Any) -> None:
-        """Stop training if the limit is reached."""
         self._has_batches = True
         if time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
     def on_step_end(self, trainer: Any) -> None:
-        """Stop training if the limit is reached, if the loop does not provide batches."""
         if not self._has_batches and time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
     def on_validation_end(self, trainer: Any) -> None:
-        """Stop training, so that no step follows a validation that took too long."""
         if time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
     def on_train_end(self) -> None:
-        """Stop the clock."""
         self._before, self._started_at = self._seconds_so_far(), None
 
     def state_dict(self) -> dict[str, Any]:
@@ -119,7 +112,6 @@ class TimeLimit(BuiltIn):
 
 
 def _seconds(option: str, value: str | float | timedelta) -> float:
-    """Return a time in seconds."""
     seconds: float | None = None
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
@@ -130,8 +122,7 @@ def _seconds(option: str, value: str | float | timedelta) -> float:
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         raise ConfigError(
             f"TimeLimit: '{option}' is {show_value(value)}. Expected seconds, a timedelta, or a "
-            "string such "
-            "as '30m', '1h 30m', '12:00:00' or '2-12:00:00'."
+            "string such as '30m', '1h 30m', '12:00:00' or '2-12:00:00'."
         )
     return seconds
 

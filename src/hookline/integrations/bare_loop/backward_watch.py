@@ -8,31 +8,15 @@ reentrant activation checkpointing, are not noticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 
 from hookline.integrations.patches import SharedPatch
-from hookline.loop.model_watch import active_dynamo
 
-__all__ = ["BackwardListener", "backward_patch"]
-
-
-class BackwardListener(Protocol):
-    """Called around each backward of the process, on the thread that calls it."""
-
-    def before_backward(self, loss: torch.Tensor | None) -> Any:
-        """Return what `after_backward` needs; the loss is None if it is not a single number."""
-        ...
-
-    def after_backward(self, before: Any) -> None:
-        """Handle a backward that has ended."""
-        ...
-
-    def backward_failed(self) -> None:
-        """Forget a backward that has ended with an exception."""
-        ...
-
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.step_watch import StepWatch
 
 _uncompiled: Any = torch.compiler.disable  # which loses the types of functions
 _task_id = torch._C._current_graph_task_id
@@ -64,6 +48,6 @@ def _replace(engine: Callable[..., Any]) -> Callable[..., Any]:
     return run_backward
 
 
-backward_patch: SharedPatch[BackwardListener] = SharedPatch(
+backward_patch: SharedPatch[StepWatch] = SharedPatch(
     lambda listeners: [(torch.autograd, "_engine_run_backward")], _replace
 )

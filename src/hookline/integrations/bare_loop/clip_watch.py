@@ -11,38 +11,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 from torch.nn.utils import clip_grad
 
 from hookline.errors import LoopError
 from hookline.integrations.patches import SharedPatch
-from hookline.loop.event_context import gradients_of
-from hookline.loop.model_watch import active_dynamo
 
-__all__ = ["ClipCall", "ClipListener", "Versions", "clip_patch", "gradient_versions", "version_of"]
-
-Versions = tuple[tuple[int, int], ...]
-"""For each gradient the tensor's id, and how often it was changed in place."""
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.step_watch import StepWatch
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_get_total_norm", "_clip_grads_with_norm_")
 _thread = threading.local()
-
-
-def gradient_versions(optimizer: torch.optim.Optimizer) -> Versions:
-    """Return a value that differs after a gradient was changed in place or replaced."""
-    return tuple(
-        (id(g), g._version) if type(g) is torch.Tensor else version_of(g)  # a call takes longer
-        for g in gradients_of(optimizer)
-    )
-
-
-def version_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return a gradient's entry in `Versions`; FSDP2 adds to the local part of a sharded one."""
-    if type(gradient) is torch.Tensor:
-        return id(gradient), gradient._version
-    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
 
 
 @dataclass(slots=True)
@@ -67,18 +49,6 @@ class ClipCall:
         clipped = {id(tensor.grad) for tensor in self.tensors if tensor.grad is not None}
         is_norm = self.function == "clip_grad_norm_" and self.norm_type == 2.0
         return is_norm and clipped == set(map(id, gradients))
-
-
-class ClipListener(Protocol):
-    """Called before and after clipping, on the thread of the caller."""
-
-    def before_clip(self, call: ClipCall) -> None:
-        """Handle a call before gradients are read or changed."""
-        ...
-
-    def after_clip(self, call: ClipCall) -> None:
-        """Handle a call that has returned; it is not called after an exception."""
-        ...
 
 
 def _cell_of(name: str) -> CellType:
@@ -138,6 +108,6 @@ def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-clip_patch: SharedPatch[ClipListener] = SharedPatch(
+clip_patch: SharedPatch[StepWatch] = SharedPatch(
     lambda listeners: [(_cell_of(name), "cell_contents") for name in _FUNCTIONS], _replace
 )

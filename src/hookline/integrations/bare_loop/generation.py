@@ -18,8 +18,6 @@ from hookline.integrations.patches import SharedPatch
 from hookline.loop.event_context import EventContext
 from hookline.loop.model_watch import ModelGroup
 
-__all__ = ["GenerationWatch"]
-
 
 class GenerationWatch:
     """Sets `generating` in the event context while the model generates.

@@ -11,8 +11,6 @@ import torch
 
 from hookline.loop.random_state import restore_random_state
 
-__all__ = ["LoadedCheckpoint"]
-
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:

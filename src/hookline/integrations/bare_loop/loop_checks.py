@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -18,20 +18,12 @@ from hookline.dispatch import HookManager
 from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
-from hookline.integrations.bare_loop.clip_watch import Versions, gradient_versions
-from hookline.integrations.frames import find_frame
-from hookline.loop.event_context import EventContext
-from hookline.loop.model_watch import CalledModules, ModelGroup
+from hookline.integrations.patches import find_frame
+from hookline.loop.event_context import Versions, gradient_versions
+from hookline.loop.model_watch import ForwardTargets, ModelGroup
 
-__all__ = [
-    "CALLS",
-    "HookNeeds",
-    "LoopChecks",
-    "Requirements",
-    "calls_for",
-    "is_compiled_in_place",
-    "saves_checkpoints",
-]
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.session import Session
 
 log = logging.getLogger("hookline")
 
@@ -80,6 +72,20 @@ _ARGUMENTS = {
     "run": "run",
 }
 
+_PROBLEMS = {  # loops that hooks would see wrong
+    "second step": "Optimizer {idx} steps again before the others have stepped, so steps cannot be "
+    "counted. Attach each optimizer with a session of its own.",
+    "unused scaler": "attach was given a scaler, but the loop calls optimizer.step() itself, on "
+    "scaled gradients. Call scaler.step(optimizer), or do not give attach the scaler.",
+    "changed gradients": "{listeners} reads gradients before anything has changed them, but this "
+    "loop changes them between backward and optimizer.step, other than with torch's clipping "
+    "functions. Call `session.updates()` before that, or let the session clip: "
+    "`session.clip(max_norm)`.",
+    "scaled clip": "{function} clips gradients that are still scaled, so they are clipped to "
+    "another norm than the one that is asked for. Call `scaler.unscale_(optimizer)` before it.",
+    "backward after clip": "Backward runs after gradients were clipped, before optimizer.step, so "
+    "hooks have seen a part of the gradients only. Clip once, after the last backward of a step.",
+}
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
@@ -194,7 +200,7 @@ class HookNeeds:
         )
 
 
-def is_compiled_in_place(model: torch.nn.Module, called: CalledModules) -> bool:
+def is_compiled_in_place(model: torch.nn.Module, called: ForwardTargets) -> bool:
     """Return whether `model.compile()` was called, on the model or on what is called instead."""
     models = list(model) if isinstance(model, ModelGroup) else [model]
     return any(
@@ -208,23 +214,17 @@ class LoopChecks:
     Attributes:
         is_first_step: whether no step has ended since the session was attached.
         allow_missing: whether hooks do without what the loop does not provide.
-        on_refusal: called with the error before it is raised in the first step.
+        session: ends if the loop is refused in the first step.
     """
 
     def __init__(
-        self,
-        context: EventContext,
-        hooks: HookManager,
-        requirements: Requirements,
-        called: CalledModules,
-        scaler: torch.amp.GradScaler | None,
+        self, session: Session, requirements: Requirements, called: ForwardTargets
     ) -> None:
-        self._context, self._requirements, self._called = context, requirements, called
-        self._hooks = hooks
-        self._scaler = scaler
+        self.session, self._requirements, self._called = session, requirements, called
+        self._context, self._hooks = session.loop.context, session.loop.hooks
+        self._scaler = session.loop.state.scaler
         self.is_first_step = True
         self.allow_missing = False
-        self.on_refusal: Callable[[HooklineError], None] | None = None
         self._warned: set[str] = set()
 
     def warn_once(self, key: str, message: str) -> None:
@@ -242,14 +242,15 @@ class LoopChecks:
         for problem in problems:
             self.warn_once(problem, problem)
 
-    def _report(self, key: str, message: str) -> None:
+    def report(self, key: str, **fields: Any) -> None:
+        """Raise one of `_PROBLEMS` in the first step; later, warn."""
+        message = _PROBLEMS[key].format(**fields)
         if self.is_first_step:
             self._refuse(LoopError(message))
         self.warn_once(key, message)
 
     def _refuse(self, error: HooklineError) -> Never:
-        if self.on_refusal is not None:
-            self.on_refusal(error)
+        self.session.refuse(error)
         raise error
 
     def check_hooks(self, *, on_calls: bool) -> None:
@@ -283,23 +284,6 @@ class LoopChecks:
             "on_after_backward."
         ]
 
-    def report_second_step(self, idx: int) -> None:
-        """Report an optimizer that steps twice before the others have stepped."""
-        self._report(
-            "second step",
-            f"Optimizer {idx} steps again before the others have stepped, so steps cannot be "
-            "counted. Attach each optimizer with a session of its own.",
-        )
-
-    def check_scaler(self, *, in_scaler_step: bool) -> None:
-        """Report a loop that has a scaler and calls `optimizer.step()` itself."""
-        if self._scaler is not None and self._scaler.is_enabled() and not in_scaler_step:
-            self._report(
-                "scaler",
-                "attach was given a scaler, but the loop calls optimizer.step() itself, on scaled "
-                "gradients. Call scaler.step(optimizer), or do not give attach the scaler.",
-            )
-
     def check_versions(self, versions: Versions, optimizer: torch.optim.Optimizer) -> None:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""
         if versions == gradient_versions(optimizer):
@@ -307,29 +291,7 @@ class LoopChecks:
         if self.is_first_step:
             self.raise_or_warn(self.unnamed_scaler(search=True))  # it has changed them
         listeners = ", ".join(self._hooks.listeners("on_gradients_ready"))
-        self._report(
-            "changed gradients",
-            f"{listeners} reads gradients before anything has changed them, but this loop changes "
-            "them between backward and optimizer.step, other than with torch's clipping functions. "
-            "Call `session.updates()` before that, or let the session clip: "
-            "`session.clip(max_norm)`.",
-        )
-
-    def report_scaled_clip(self, function: str) -> None:
-        """Report gradients that are clipped before the scaler has unscaled them."""
-        self._report(
-            "scaled clip",
-            f"{function} clips gradients that are still scaled, so they are clipped to another "
-            "norm than the one that is asked for. Call `scaler.unscale_(optimizer)` before it.",
-        )
-
-    def report_backward_after_clip(self) -> None:
-        """Report gradients that are added to clipped ones."""
-        self._report(
-            "backward after clip",
-            "Backward runs after gradients were clipped, before optimizer.step, so hooks have seen "
-            "a part of the gradients only. Clip once, after the last backward of a step.",
-        )
+        self.report("changed gradients", listeners=listeners)
 
     def unnamed_scaler(self, *, search: bool = False) -> list[str]:
         """Return a line if the loop uses an enabled scaler that attach was not given.
@@ -360,11 +322,8 @@ class LoopChecks:
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""
         listeners = ", ".join(self._hooks.listeners("on_gradient_clip", needed=True))
-        return (
-            [f"{listeners} needs on_gradient_clip. {self._requirements.calls['clip']}"]
-            if listeners
-            else []
-        )
+        needs = f"{listeners} needs on_gradient_clip. {self._requirements.calls['clip']}"
+        return [needs] if listeners else []
 
     def unseen_calls(
         self, *, called: bool, had_backward: bool, asks_for_loss: Sequence[str]

@@ -12,8 +12,6 @@ from hookline.arguments import describe_value, read_items
 from hookline.errors import ArgumentError, LoopError
 from hookline.loop.model_watch import ModelGroup, check_supported
 
-__all__ = ["accumulated_batches", "loop_parts", "unwrap_optimizer"]
-
 
 def loop_parts(model: Any, optimizer: Any, schedulers: Any, scaler: Any) -> dict[str, Any]:
     """Return the checked `model`, `optimizers`, `schedulers` and `scaler` of a loop.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hookline.context import Metrics
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements
 from hookline.integrations.bare_loop.step_watch import StepWatch
-from hookline.loop.loop import Loop
-from hookline.loop.loop_state import StateItem, adapt_means, adapt_tokens
+from hookline.loop.loop_state import StateItem, adapt_means
 from hookline.loop.means import Means
+from hookline.loop.processes import SingleProcessGroup
 
-__all__ = ["Batch", "LoopPhases"]
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.session import Session
+
+
+_OF_BATCH = ("current_batch", "batch", "batch_idx", "dataloader_idx", "dataloader_name")
 
 
 @dataclass(slots=True)
@@ -33,12 +37,12 @@ class LoopPhases:
     """Begins and ends batches, epochs and validations, and fires their events.
 
     Args:
-        loop: the loop.
+        session: fires events.
         requirements: what the loop provides.
-        fire: fires an event by its name.
         count_tokens: returns the tokens of a batch; None if batches have none.
 
     Attributes:
+        session: fires events.
         watch: watches model and optimizers; it ends the batches that complete a step.
         validation: the means of the validation in progress; None outside of one.
         resumed_epoch: the epoch that was in progress when a checkpoint was saved.
@@ -48,14 +52,14 @@ class LoopPhases:
 
     def __init__(
         self,
-        loop: Loop,
+        session: Session,
         requirements: Requirements,
-        fire: Callable[[str], None],
         count_tokens: Callable[[Any], int | None] | None,
     ) -> None:
-        self._loop, self._requirements = loop, requirements
-        self._fire, self._count_tokens = fire, count_tokens
+        self.session, self._loop = session, session.loop
+        self._requirements, self._count_tokens = requirements, count_tokens
         self.watch: StepWatch
+        self._batch: Batch | None = None
         self.validation: Means | None = None
         self._validation_began = 0.0
         self.resumed_epoch: int | None = None
@@ -88,7 +92,7 @@ class LoopPhases:
         return [
             StateItem("means", save_means, load_means, adapt_means),
             StateItem(
-                "tokens_seen", lambda: context.known("tokens_seen"), load_tokens, adapt_tokens
+                "tokens_seen", lambda: context.known("tokens_seen"), load_tokens, _adapt_tokens
             ),
             StateItem("epoch", save_epoch, load_epoch),
         ]
@@ -98,34 +102,34 @@ class LoopPhases:
     @property
     def batch(self) -> Batch | None:
         """The batch in progress, or the last one; None if the loop does not tell of batches."""
-        batch: Batch | None = self._loop.context.known("current_batch")
-        return batch
+        return self._batch
 
     @batch.setter
     def batch(self, batch: Batch | None) -> None:
-        context = self._loop.context
-        context.provide("current_batch", batch)
-        if batch is None:
-            for name in ("batch", "batch_idx", "dataloader_idx", "dataloader_name"):
-                context.provide(name, None)
-        else:
+        context, had_batch = self._loop.context, self._batch is not None
+        self._batch = batch
+        if batch is not None:
+            context.current_batch = batch
             context.batch, context.batch_idx = batch.batch, batch.index
             context.dataloader_idx, context.dataloader_name = batch.loader_idx, batch.loader_name
+        elif had_batch:
+            for name in _OF_BATCH:
+                context.provide(name, None)
 
     def begin_batch(self, batch: Batch) -> None:
         """Begin a batch, of training or validation."""
         watch, trains = self.watch, self.validation is None
-        if trains and watch.phases.timed:
-            watch.phases.begin_batch()
+        if trains and watch.times.timed:
+            watch.times.begin_batch()
         self.batch = batch
         watch.losses.batch_begins()
         if self._count_tokens is not None and (n := self._count_tokens(batch.batch)) is not None:
             batch.tokens = n
             self._requirements.provided.add("tokens")
         if not trains:
-            self._fire("on_validation_batch_start")
+            self.session.fire("on_validation_batch_start")
         elif watch.dispatchers.on_train_batch_start is not None:
-            self._fire("on_train_batch_start")
+            self.session.fire("on_train_batch_start")
 
     def end_batch(self) -> None:
         """End the batch in progress, if there is one."""
@@ -133,13 +137,13 @@ class LoopPhases:
         if batch is None or batch.ended:
             return
         batch.ended = True
-        if watch.phases.timed:
-            watch.phases.end_part()
+        if watch.times.timed:
+            watch.times.end_part()
         if self.validation is not None:
             context.event_metrics = Metrics(batch.logged)
             context.provide("loss", batch.logged.get("loss"))
             self._requirements.why_no_loss = f". {CALLS['log']}"
-            self._fire("on_validation_batch_end")
+            self.session.fire("on_validation_batch_end")
             return
         if batch.tokens is not None:
             context.tokens_seen = (context.known("tokens_seen") or 0) + batch.tokens
@@ -149,7 +153,7 @@ class LoopPhases:
             wants_more = self.other_metrics is not None and watch.needs.batch_metrics
             more = self.other_metrics() if wants_more and self.other_metrics is not None else {}
             context.event_metrics = Metrics({**known, **batch.logged, **more})
-            self._fire("on_train_batch_end")
+            self.session.fire("on_train_batch_end")
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -160,33 +164,39 @@ class LoopPhases:
         if self.resumed_epoch != epoch:
             context.means, context.validated = Means(), {}
         self.resumed_epoch, self.epoch_is_over = None, False
-        self._fire("on_epoch_start")
-        self.watch.phases.wait_for_data()
+        self.session.fire("on_epoch_start")
+        self.watch.times.wait_for_data()
 
     def end_epoch(self) -> None:
         """End the epoch, with the means over all ranks."""
         self.epoch_is_over = True
         loop = self._loop
-        if not loop.ranks.is_alone:
+        if loop.ranks.is_distributed:
             loop.ranks.records.report(loop.record.sink)
-        loop.end_epoch(loop.ranks.means(loop.context.means), self._fire)
+        loop.end_epoch(loop.ranks.means(loop.context.means), self.session.fire)
 
     # -- validations ------------------------------------------------------------------------------
 
     def begin_validation(self) -> Means:
         """Begin a validation; return what its values are added to."""
         self.validation = means = Means()
-        self._validation_began = self.watch.phases.begin_span()
+        self._validation_began = self.watch.times.begin_span()
         self._loop.context.evaluating = True
         return means
 
     def end_validation(self, values: Mapping[str, Any]) -> None:
         """Give hooks the metrics of a validation, and record them."""
-        self._loop.end_validation(values, self._fire)
+        self._loop.end_validation(values, self.session.fire)
 
     def leave_validation(self) -> None:
         """Leave a validation, also one that has failed."""
         if self.validation is not None:
-            self.watch.phases.end_span("validation", self._validation_began)
+            self.watch.times.end_span("validation", self._validation_began)
         self.validation = None
         self._loop.context.evaluating = False
+
+
+def _adapt_tokens(saved: Sequence[int | None], processes: SingleProcessGroup) -> int | None:
+    """Return the tokens of this rank, so that all ranks together have as many as before."""
+    known = [tokens for tokens in saved if tokens is not None]
+    return sum(known) // processes.size if len(known) == len(saved) else None

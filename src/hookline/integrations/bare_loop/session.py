@@ -3,7 +3,7 @@
     attach → __init__ → _connect      watch model, optimizers and scaler
     with, or the first call → begin   join the ranks, start the run, on_train_start
     the loop calls                    batches, epoch, validation, backward, log, save_checkpoint …
-    each step → _after_step           the ranks agree; what was requested is saved before the next
+    each step → after_step            the ranks agree; what was requested is saved before the next
     the end → detach                  on_train_end; everything is removed again
 
 The file is long because it is the list of what a loop may call, each with its contract.
@@ -60,24 +60,21 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
-from hookline.loop.loop import Loop, Phase, announce
+from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
 from hookline.loop.loop_state import SavedAttributes, StateItem
-from hookline.loop.model_watch import CalledModules, ModelGroup
+from hookline.loop.model_watch import ForwardTargets, ModelGroup
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.random_state import describe_random_state, restore_random_state
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import HeldTermination, TerminationWatch
-from hookline.loop.weak_methods import weak_method, weaken_methods
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
     from hookline.integrations.bare_loop.session_saves import SessionSaves
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
-
-__all__ = ["Session", "is_single_number"]
 
 log = logging.getLogger("hookline")
 T = TypeVar("T")
@@ -113,8 +110,7 @@ class Session:
         started: whether training has started.
         has_ended: whether training with these hooks has ended.
         is_in_block: whether a `with` block of this session is being run.
-        has_failed_to_start: whether an error or Ctrl-C has ended it in `attach` or
-            `on_train_start`.
+        has_failed_to_start: whether it has ended in `attach` or `on_train_start`.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class Session:
         tokens = options.tokens
         own_count = None if tokens is None or isinstance(tokens, str) else make_counter(tokens)
         count = count_tokens if isinstance(tokens, str) else own_count
-        self._phases = LoopPhases(self.loop, self._requirements, self._fire, count)
+        self._phases = LoopPhases(self, self._requirements, count)
         self._batch_idx = 0  # of the next batch, where another library's trainer counts them
         self._stop = StopRequest(self.loop.requests, options.on_stop, options.stop_grace)
         self._saves: SessionSaves | None = None  # made when it is needed
@@ -180,7 +176,7 @@ class Session:
             Record(options.runs, options.trackers),
             options.checkpoints,
             attributes=SavedAttributes(self),
-            weights=weak_method(self._weights),
+            weights=partial(_weights, context),
             no_folder=LoopError(
                 "There is no run folder to save into. Give a path: `save_checkpoint('…')`, or a "
                 "folder for runs: `attach(…, runs='runs')`."
@@ -246,14 +242,13 @@ class Session:
         training, names = describe_training(self), list_parameters(self)
         return Identity(config, training, names, self.name, self.tags, self.hparams)
 
-    def _connect(self, called: CalledModules | None = None) -> None:
+    def _connect(self, called: ForwardTargets | None = None) -> None:
         """Watch the model and the optimizers; if that fails, they are as before."""
         loop = self.loop
         watch = self._watch = self._phases.watch = StepWatch(
-            loop,
+            self,
             self._requirements,
-            begin=self.begin,
-            end_batch=self._phases.end_batch,
+            self._phases,
             called=called,
             loss_divided=self._loss_divided,
             accumulated_batches=self._accumulated_batches,
@@ -262,7 +257,8 @@ class Session:
             loop.context, is_shown=self._watches_generation
         )
         loop.watch, loop.on_fork = watch.hooks_changed, self._leave_in_fork
-        loop.state.add_items = weak_method(self._state_items)
+        this = weakref.proxy(self)
+        loop.state.add_items = lambda: this.state_items()
         undo = self._undo.callback
         try:
             with HeldInterrupts():
@@ -277,54 +273,36 @@ class Session:
                 generation.start()
                 undo(watch.detach)
                 watch.attach()
-                undo(loop.probes.close)
+                undo(loop.close_probes)
                 loop.phase = Phase.BETWEEN_STEPS
                 loop.listen()
         except BaseException as error:
             self.abandon(error)
             raise
 
-    def _state_items(self) -> list[StateItem]:
+    def state_items(self) -> list[StateItem]:
         """Return the items of a checkpoint's state that our own trainer does not have, or else."""
-        record = self.loop.record
+        record, records, saves = self.loop.record, self.loop.ranks.records, self._saves
 
         def load_random(state: Any) -> None:
             if state:
                 restore_random_state(state, device_of(self.model))
 
-        def load_unreported(values: Any) -> None:
-            self._unreported = list(values)
-
+        save_random = dict if saves is None else saves.random
+        load_unreported = partial(setattr, self, "_unreported")
         return [
             *self._phases.state_items(),
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
-            StateItem("unreported", self._own_values, load_unreported),
+            StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
-            StateItem(
-                "random", self._random_state, load_random, _own_random, describe_random_state, True
-            ),
+            StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
         ]
-
-    def _own_values(self) -> list[Any]:
-        ranks = self.loop.ranks
-        return [] if ranks.is_alone else ranks.records.own_values()
-
-    def _random_state(self) -> dict[str, Any]:
-        return {} if self._saves is None else self._saves.random()
-
-    def _weights(self) -> Mapping[str, Any]:
-        from hookline.integrations.bare_loop.session_saves import unwrapped
-
-        return unwrapped(self.model).state_dict()
 
     def refuse(self, error: HooklineError) -> None:
         """End the session before the first step: hooks would not get what they need."""
-        self.has_failed_to_start = True
-        self.__exit__(type(error), error, None)
-
-    def refuse_quietly(self) -> None:
-        """End the session if the loop is refused in its first step, outside of a `with` block."""
-        self._watch.checks.on_refusal = self.refuse
+        if not self.is_in_block:  # which the error leaves
+            self.has_failed_to_start = True
+            self.__exit__(type(error), error, None)
 
     def abandon(self, error: BaseException | None) -> None:
         """Undo `attach`, which has failed or was not followed by training, without any event."""
@@ -364,7 +342,6 @@ class Session:
     def __enter__(self) -> Self:
         try:
             self._check_not_ended()
-            self._watch.checks.on_refusal = None  # the error leaves the block
             self.is_in_block = True
             self.begin()
             return self  # noqa: TRY300  Ctrl-C may come before this
@@ -392,7 +369,7 @@ class Session:
             return
         self.hooks.raise_on_missing_args = False  # one error is enough
         self._set_failed(error)
-        if not self.loop.ranks.is_alone and self.status != "preempted":
+        if self.loop.ranks.is_distributed and self.status != "preempted":
             self.loop.ranks.processes.report_error(error)
         try:
             _end_quietly(self._fire_exception)
@@ -413,7 +390,7 @@ class Session:
 
     def _fire_exception(self) -> None:
         if self.started and self.status not in ("stopped", "preempted"):
-            self._fire("on_exception")
+            self.fire("on_exception")
 
     def begin(self) -> None:
         """Start training; nothing happens after the first call, which the session makes itself."""
@@ -444,7 +421,7 @@ class Session:
         with AllowedInterrupts():
             known = context.known("epoch"), context.known("tokens_seen")
             context.epoch, context.tokens_seen = (number or 0 for number in known)  # known here
-            self._fire("on_train_start")
+            self.fire("on_train_start")
             context.provide("epoch", known[0])
             context.provide("tokens_seen", known[1])
             if self._restored is not None:
@@ -468,18 +445,12 @@ class Session:
         loop.ranks.begin()
         loop.is_sharded = is_sharded_loop(self.optimizers)
         self._watch.always_sees_calls = True
-        loop.ranks.watch_ranks(self._find_place, loop.record.event)
+        loop.ranks.watch_ranks(self._watch.find_place, loop.record.event)
         self._stop.needs_agreement = True
-        self._watch.any_rank = lambda skips: processes.any(skips)[0]
         self._watch.look_at_skips()
-        self._watch.after_step = self._after_step
+        self._watch.has_boundary_work = True
         if loop.is_sharded:
             self._make_saves()  # in all processes, because a hook of any may ask for one
-
-    def _find_place(self) -> tuple[int, int, int]:
-        """Return where this process stands, for `RankWatch`."""
-        epoch = self.loop.context.known("epoch")
-        return -1 if epoch is None else epoch, *self._watch.find_place()
 
     def _start_saving(self) -> None:
         """Prepare for hooks that save."""
@@ -519,7 +490,7 @@ class Session:
             record.start_monitor(
                 device_of(self.model), self.hooks, lambda: loop.context.known("tokens_seen")
             )
-            self._watch.phases = record.phases
+            self._watch.times = record.phases
             announce(f"run {shorten_path(record.run.path)}")
 
     def _record_unreported(self) -> None:
@@ -541,15 +512,16 @@ class Session:
     def _watch_termination(self) -> None:
         """Leave the loop at SIGTERM; where a handler of the user's does so, notice it."""
         # It is known here before it is entered: the signal may come at once.
-        self._termination = TerminationWatch(self.loop.requests, weak_method(self._end_soon))
+        this = weakref.proxy(self)
+        self._termination = TerminationWatch(self.loop.requests, lambda: this.end_soon())
         self._termination.__enter__()
         # A session that nobody detaches is freed with its model, and must leave no handler.
         self._handler_cleanup = weakref.finalize(self, self._termination.__exit__)
         self._handler_cleanup.atexit = False
 
-    def _end_soon(self) -> None:
+    def end_soon(self) -> None:
         """Record SIGTERM, and look at the end of the step whether it was swallowed."""
-        self._watch.after_step = self._after_step
+        self._watch.has_boundary_work = True
         self.loop.record.event("signal", step=self.step, signal="SIGTERM")
 
     def detach(self) -> None:
@@ -600,7 +572,7 @@ class Session:
                 self._fire_end()
 
     def _fire_end(self) -> None:
-        self._fire("on_train_end")
+        self.fire("on_train_end")
 
     def _finish_checkpoints(self, *, together: bool) -> None:
         """Save what was requested, and report it, also to the other processes."""
@@ -631,9 +603,9 @@ class Session:
         self.hooks.source = weakref.proxy(context)
         self.loop.watch = self.loop.on_fork = None
         self._generation = self._termination = context.exception = None
-        self._watch.checks.on_refusal = None
         self._saves = None
-        weaken_methods(self._phases)
+        self._phases.session = weakref.proxy(self)
+        self._watch.leave_cycles()
 
     def _close_record(self) -> None:
         """End the run, if there is one, and write its report."""
@@ -645,7 +617,7 @@ class Session:
         if context.status == "preempted":  # no failure, and there is little time left
             error, self._wants_report = None, False
         loop.close_record(error, self._stop.reason)
-        self._watch.phases = PhaseTimes()
+        self._watch.times = PhaseTimes()
         if self.run is not None:
             from hookline.report.report import write_report_at_end
 
@@ -656,14 +628,14 @@ class Session:
 
     # -- the end of a step ------------------------------------------------------------------------
 
-    def _after_step(self) -> None:
+    def after_step(self) -> None:
         """Do what is rarely needed at the end of a step, or where several processes train."""
         if self._termination is not None:
             self._termination.exit_again()
         if self._saves is not None:
-            if self._saves.is_waiting:
-                self._saves.event_ended()
-            self._saves.prepare()
+            self._saves.event_ended()
+            if self.loop.checkpoints.prepares:  # the memory for what a hook will save
+                self.loop.checkpoints.prepare()
         self._agree()
         if self._stop.is_active:
             self._stop.check()
@@ -671,7 +643,7 @@ class Session:
     def _agree(self) -> None:
         """Apply what hooks of any process have requested."""
         loop, step = self.loop, self.step
-        if loop.ranks.is_alone:
+        if not loop.ranks.is_distributed:
             if loop.has_checkpoints and loop.checkpoints.is_busy:
                 loop.checkpoints.report()
             return
@@ -683,7 +655,7 @@ class Session:
                 loop.record.stop_requested(step, "another process asked for it")
             self._stop.agree(step)
         if agreed.save:
-            self._make_saves().wait_for_boundary(requested=True)
+            self._make_saves().wait_for_boundary()
 
     def _make_saves(self) -> SessionSaves:
         """Return what saves and loads checkpoints; importing it takes long."""
@@ -691,11 +663,10 @@ class Session:
             from hookline.integrations.bare_loop.session_saves import SessionSaves
 
             self._saves = SessionSaves(self.loop, self._watch)
-            self._watch.at_boundary = self._reach_boundary
-        self._watch.after_step = self._after_step
+        self._watch.has_boundary_work = True
         return self._saves
 
-    def _reach_boundary(self) -> None:
+    def reach_boundary(self) -> None:
         """Save what hooks have requested: the loop is between two steps."""
         if self._saves is not None:
             self._saves.save_requested()
@@ -703,16 +674,16 @@ class Session:
     def _fire_load(self) -> None:
         if self._restored is not None:
             self.loop.context.checkpoint_path = self._restored[0]
-            self._fire("on_checkpoint_load")
+            self.fire("on_checkpoint_load")
 
-    def _fire(self, event: str) -> None:
+    def fire(self, event: str) -> None:
+        """Fire an event, and see to what hooks have requested in it."""
         dispatch = getattr(self.hooks.dispatchers, event)
         if dispatch is None or self._has_left:
             return
         try:
             dispatch(self.loop.context)
-            if self._saves is not None and not self.has_ended:
-                self._saves.event_ended()
+            self._event_ended()
         except NotSuppliedError:
             if self.hooks.raise_on_missing_args:  # for all that is known by now
                 needs = CALLS if event.startswith("on_train_batch") else ("config", "run")
@@ -801,7 +772,7 @@ class Session:
 
     def _ask_to_stop(self, reason: str) -> None:
         self._stop.make(reason, self.loop.context.step_in_progress)
-        self._watch.after_step = self._after_step
+        self._watch.has_boundary_work = True
 
     def skip_optimizer_step(self, idx: int | None = None, reason: str = "a hook asked") -> None:
         """Skip the next step of an optimizer, or of all of them.
@@ -843,7 +814,7 @@ class Session:
         if self._stop.is_active and trains:
             return
         if trains:
-            self._reach_boundary()
+            self.reach_boundary()
         for i, batch in enumerate(batches):
             phases.begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
@@ -851,7 +822,7 @@ class Session:
             if self._stop.is_active and trains:
                 break
             if trains:
-                self._reach_boundary()
+                self.reach_boundary()
         phases.batch = None
 
     @contextmanager
@@ -860,7 +831,7 @@ class Session:
         if number is not None:
             check_whole_number("epoch(number)", number)
         self.begin()
-        self._reach_boundary()
+        self.reach_boundary()
         self._requirements.provided.add("epoch")
         before = self.loop.context.known("epoch")
         epoch = number if number is not None else 0 if before is None else before + 1
@@ -884,14 +855,14 @@ class Session:
         Model mode, `no_grad` and random states are left to the loop.
         """
         self.begin()
-        self._reach_boundary()
+        self.reach_boundary()
         self._requirements.provided.add("validation")
         phases, ranks = self._phases, self.loop.ranks
         training_batch, phases.batch = phases.batch, None
         means = phases.begin_validation()
         together = ranks.begin_validation()
         try:
-            self._fire("on_validation_start")
+            self.fire("on_validation_start")
             yield
             phases.end_validation(ranks.means(means) if together else means.means())
         finally:
@@ -918,7 +889,7 @@ class Session:
         self._requirements.provided.add("backward")
         divided = loss / accumulate if accumulate != 1 else loss
         self.loop.context.loss = divided
-        self._fire("on_before_backward")
+        self.fire("on_before_backward")
         scaled = self.scaler.scale(divided) if self.scaler is not None else divided
         self._watch.run_backward(loss, lambda: scaled.backward(**options))
 
@@ -931,10 +902,16 @@ class Session:
             optimizer: whose gradients are complete, where several have backwards of their own; by
                 default those of all.
         """
-        if optimizer is not None and not any(optimizer is own for own in self.optimizers):
-            raise _unknown_optimizer("updates", optimizer)
+        self._check_optimizer("updates", optimizer)
         self.begin()
         self._watch.gradients_ready(optimizer)
+
+    def _check_optimizer(self, method: str, given: Any) -> None:
+        if given is not None and not any(given is own for own in self.optimizers):
+            raise LoopError(
+                f"session.{method}(optimizer=…) got {describe_value(given)}, which is not one of "
+                "the optimizers that were attached. Attach it too, or give one of them."
+            )
 
     def clip(
         self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
@@ -946,8 +923,7 @@ class Session:
             optimizer: whose gradients, where several have backwards of their own; by default all.
             options: further arguments of `torch.nn.utils.clip_grad_norm_`.
         """
-        if optimizer is not None and not any(optimizer is own for own in self.optimizers):
-            raise _unknown_optimizer("clip", optimizer)
+        self._check_optimizer("clip", optimizer)
         norm: Any = max_norm  # a tensor works, too, and infinity only measures
         if isinstance(norm, torch.Tensor):
             has_data = norm.layout is torch.strided and not norm.is_meta
@@ -1027,7 +1003,8 @@ class Session:
             return None
         if self.has_ended:
             return saves.save(request, extra, wait=True)
-        if is_firing(self.loop.context) or self._watch.has_new_gradients:
+        is_in_hook = is_firing(self) and not self.loop.checkpoints.is_announcing
+        if is_in_hook or self._watch.has_new_gradients:
             saves.request(request, extra)
             return None
         return saves.save(request, extra, wait=wait)
@@ -1134,9 +1111,24 @@ class Session:
         check_path("notify_checkpoint_saved(path)", path, "the checkpoint")
         self.begin()
         self._requirements.provided.add("checkpoint")
-        self.loop.context.checkpoint_path = path
-        self.loop.record.event("checkpoint", path=str(path), step=self.step)
-        self._fire("on_checkpoint_save")
+        self._report_checkpoint(path, self.step, self.loop.context.known("epoch"))
+
+    def _report_checkpoint(self, path: Any, step: int, epoch: int | None) -> None:
+        """Report a checkpoint that the loop, or another library, has written after this step."""
+        if self._has_left:
+            return
+        loop, tokens = self.loop, self.loop.context.known("tokens_seen")
+        report_checkpoint(
+            *(loop.context, self.hooks, loop.record, path),
+            step=step,
+            epoch=epoch,
+            tokens_seen=tokens if step == self.step else None,
+        )
+        self._event_ended()
+
+    def _event_ended(self) -> None:
+        if self._saves is not None and not self.has_ended:
+            self._saves.event_ended()
 
     def notify_checkpoint_loaded(
         self, path: Any, *, step: int, epoch: int | None = None, tokens_seen: int | None = None
@@ -1165,7 +1157,7 @@ class Session:
         context.checkpoint_path = path
         record.rewind({"step": step})
         record.event("resumed", path=str(path), step=step)
-        self._fire("on_checkpoint_load")
+        self.fire("on_checkpoint_load")
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Give hooks and the run a number, or the run a value of another kind.
@@ -1185,7 +1177,7 @@ class Session:
         if type(name) is not str or type(kind) is not str:
             check_name("session.log(name)", name)
             check_instance("session.log(…, kind=…)", kind, str, "a kind of value")
-        if kind != "scalar" or "/" in name or is_firing(context):
+        if kind != "scalar" or "/" in name or is_firing(self):
             self.begin()
             if loop.record.sink is not None:
                 loop.record.value(context.step, context.known("epoch"), name, value, kind)
@@ -1227,7 +1219,7 @@ class Session:
         step, epoch = self.step, self.loop.context.known("epoch")
         if not is_late:
             record.add_to_step(name, value)
-        elif ranks.is_alone:
+        elif not ranks.is_distributed:
             record.value(step, epoch, name, value, "scalar")
         elif record.is_wanted:
             ranks.records.add(step, epoch, name, value)
@@ -1272,21 +1264,15 @@ def _end_quietly(end: Callable[[], None]) -> None:
         log.exception("A hook failed at the end of training.")
 
 
-def _unknown_optimizer(method: str, given: object) -> HooklineError:
-    if isinstance(given, torch.optim.Optimizer):
-        return LoopError(
-            f"The {type(given).__name__} that was given to session.{method}() is not one of the "
-            "optimizers that were attached. Attach it too, or give one of them."
-        )
-    return ArgumentError(
-        f"session.{method}(optimizer={describe_value(given)}) takes one of the optimizers that "
-        "were attached, or None for all of them."
-    )
-
-
 def _own_random(saved: Any, processes: Any) -> Any:
     """Return the random state of this rank; a rank that has saved none keeps its own."""
     return saved[processes.rank] if processes.rank < len(saved) else None
+
+
+def _weights(context: EventContext) -> Mapping[str, Any]:
+    from hookline.integrations.bare_loop.session_saves import unwrapped
+
+    return unwrapped(context.model).state_dict()
 
 
 def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -29,7 +30,7 @@ from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
 from hookline.loop.model_watch import ModelCallback, ModelGroup
 from hookline.loop.processes import (
-    OneProcess,
+    SingleProcessGroup,
     broadcast_from_main,
     is_main_process,
     world_size,
@@ -37,11 +38,8 @@ from hookline.loop.processes import (
 from hookline.loop.random_state import random_state
 from hookline.loop.rank_sync import trains_together, wait_for_ranks
 from hookline.loop.saved_state import check_session_state
-from hookline.loop.weak_methods import weak_method
 from hookline.runs.identity import Identity
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
-
-__all__ = ["SessionSaves", "unwrapped"]
 
 log = logging.getLogger("hookline")
 
@@ -56,11 +54,7 @@ class SessionSaves:
 
     def __init__(self, loop: Loop, watch: StepWatch) -> None:
         self._loop, self._watch = loop, watch
-        self._boundary = _StepBoundary(
-            loop.context.model,
-            lambda: watch.model.calls_seen > 0,
-            weak_method(self.save_requested),  # else only the garbage collector frees the model
-        )
+        self._boundary = _StepBoundary(weakref.proxy(self), loop.context.model, watch)
         self._agreed: list[SaveRequest] = []  # with their folders; to be saved at the boundary
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
         self._has_ended = False
@@ -72,16 +66,9 @@ class SessionSaves:
     @property
     def _is_together(self) -> bool:
         """Whether all ranks write a checkpoint together, each its part."""
-        return self._loop.is_sharded and not self._loop.ranks.is_alone
+        return self._loop.is_sharded and self._loop.ranks.is_distributed
 
     # -- saving -----------------------------------------------------------------------------------
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something has to be done at the end of steps."""
-        checkpoints = self._loop.checkpoints
-        waits = self._loop.requests.checkpoints or self._agreed
-        return bool(waits) or checkpoints.prepares or checkpoints.is_busy
 
     def save(self, request: SaveRequest, extra: Mapping[str, Any], *, wait: bool) -> Path | None:
         """Save now; return the folder if it is durable already.
@@ -137,25 +124,19 @@ class SessionSaves:
 
     def event_ended(self) -> None:
         """Wait for the next step, if something was requested and gradients are not in use."""
-        alone, requests = self._loop.ranks.is_alone, self._loop.requests
-        if alone and requests.checkpoints and not self._watch.has_new_gradients:
-            self.wait_for_boundary(requested=True)
+        ranks, requests = self._loop.ranks, self._loop.requests
+        if not ranks.is_distributed and requests.checkpoints and not self._watch.has_new_gradients:
+            self.wait_for_boundary()
 
-    def wait_for_boundary(self, *, requested: bool) -> None:
+    def wait_for_boundary(self) -> None:
         """Save at the next boundary what any rank has requested. All ranks call this together."""
         loop = self._loop
-        if requested:
-            asked = loop.checkpoints.with_folders(loop.checkpoints.gather_requests())
-            self._agreed = list(dict.fromkeys([*self._agreed, *asked]))
-            self._random = random_state(device_of(loop.context.model))
-            if not self._is_together:
-                loop.checkpoints.gather_states()  # the ranks do not meet at the boundary
-            self._boundary.watch()
-
-    def prepare(self) -> None:
-        """Allocate the memory for the first checkpoint, if a hook will save one."""
-        if self._loop.checkpoints.prepares:
-            self._loop.checkpoints.prepare()
+        asked = loop.checkpoints.with_folders(loop.checkpoints.gather_requests())
+        self._agreed = list(dict.fromkeys([*self._agreed, *asked]))
+        self._random = random_state(device_of(loop.context.model))
+        if not self._is_together:
+            loop.checkpoints.gather_states()  # the ranks do not meet at the boundary
+        self._boundary.watch()
 
     def save_requested(self) -> None:
         """Save what was agreed on: the next step begins, or training ends."""
@@ -172,8 +153,8 @@ class SessionSaves:
         """
         self._boundary.stop()
         loop = self._loop
-        if loop.ranks.is_alone and loop.requests.checkpoints and not failed:
-            self.wait_for_boundary(requested=True)
+        if not loop.ranks.is_distributed and loop.requests.checkpoints and not failed:
+            self.wait_for_boundary()
             self._boundary.stop()
         if not failed and (together or not self._is_together):
             self.save_requested()
@@ -202,7 +183,7 @@ class SessionSaves:
         if state.get("ranks") is None:  # rank 0 has saved alone
             state.pop("ranks", None)
             state["random"] = state.get("random") if is_main_process() else None
-            processes = OneProcess()
+            processes = SingleProcessGroup()
         else:
             processes = self._loading_ranks(len(state["ranks"]))
         checkpoint = loop.state.restore_checkpoint(
@@ -220,9 +201,9 @@ class SessionSaves:
         loaded = LoadedCheckpoint(path, state["step"], state["epoch"], extra, random, device)
         return checkpoint, loaded
 
-    def _loading_ranks(self, saved: int) -> OneProcess:
+    def _loading_ranks(self, saved: int) -> SingleProcessGroup:
         """Return which of how many ranks this process is, which may not have joined yet."""
-        context, processes = self._loop.context, OneProcess()
+        context, processes = self._loop.context, SingleProcessGroup()
         together = trains_together(context.model, context.optimizers)
         if together or (saved == world_size() and dist.is_initialized()):
             processes.rank, processes.size = dist.get_rank(), dist.get_world_size()
@@ -269,25 +250,15 @@ class SessionSaves:
 
 
 class _StepBoundary:
-    """Calls back before the next call of the model or of a part of it, once.
+    """Saves before the next call of the model, or of a part of it if the model is never called.
 
     When `optimizer.step()` returns, the loop's schedulers and its scaler have not been updated yet.
     When a part of the model is called again, or the next step begins, they have.
-
-    Args:
-        is_called: returns whether the loop calls the model itself. Otherwise its parts are watched.
-        reached: the callback.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        is_called: Callable[[], bool],
-        reached: Callable[[], None],
-    ) -> None:
+    def __init__(self, saves: SessionSaves, model: torch.nn.Module, watch: StepWatch) -> None:
         self._models = list(model) if isinstance(model, ModelGroup) else [model]
-        self._is_called = is_called
-        self._reached = reached
+        self._saves, self._watch = saves, watch
         self._handles: list[RemovableHandle] = []  # kept: a new hook would compile a model again
         self._part_handles: list[RemovableHandle] = []
         self._thread: int | None = None  # None while nobody waits
@@ -296,7 +267,7 @@ class _StepBoundary:
         """Wait for the next call."""
         self._thread = get_ident()
         compiled = all(hasattr(model, "_orig_mod") for model in self._models)
-        if not self._handles and (compiled or self._is_called()):
+        if not self._handles and (compiled or self._watch.model.calls_seen):
             self._handles = [self._hook(model) for model in self._models]
         if not self._handles and not self._part_handles:
             parts = dict.fromkeys(part for model in self._models for part in model.modules())
@@ -326,7 +297,7 @@ class _StepBoundary:
     def _before_call(self, module: torch.nn.Module, args: Any) -> None:
         if get_ident() == self._thread:
             self.stop()
-            self._reached()
+            self._saves.save_requested()
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -21,8 +21,6 @@ from hookline.context import NO_LOSS, LazyFloat
 from hookline.integrations.bare_loop.loop_checks import Requirements
 from hookline.loop.event_context import EventContext
 
-__all__ = ["BackwardLoss", "StepLosses", "find_divisor", "is_compiled"]
-
 log = logging.getLogger("hookline")
 
 
@@ -80,7 +78,6 @@ class StepLosses:
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
-        self._has_reported = False
         self._group = accumulated_batches  # the number that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
         self._counts = Counter[int]()  # backwards of the step that ends, by turn
@@ -209,13 +206,7 @@ class StepLosses:
                     "`attach(…, loss_divided=True)` or `False`."
                 )
         if not losses and self.wanted:
-            context.loss = NO_LOSS
-            if not self._has_reported:
-                self._has_reported = True
-                log.info(
-                    "No backward has run in a batch or step: hooks get `loss` as nan for it, and "
-                    "it is left out of means and of the record."
-                )
+            context.loss = NO_LOSS  # nan for hooks; left out of means and of the record
             return []
         if len(own) < len(losses) or not losses:
             absent.why_no_loss = absent.why_no_loss or (

@@ -15,23 +15,19 @@ nothing here stops a run. The file is long because it is one step, from top to b
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from hookline.context import LazyFloat
 from hookline.integrations.bare_loop.backward_watch import backward_patch
-from hookline.integrations.bare_loop.clip_watch import (
-    ClipCall,
-    Versions,
-    clip_patch,
-    gradient_versions,
-    version_of,
-)
+from hookline.integrations.bare_loop.clip_watch import ClipCall, clip_patch
 from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
     LoopChecks,
@@ -39,17 +35,22 @@ from hookline.integrations.bare_loop.loop_checks import (
     is_compiled_in_place,
 )
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
-from hookline.integrations.frames import calling_frames
-from hookline.integrations.patches import WrappedMethods
-from hookline.loop.event_context import gradients_of, norm_or_error
-from hookline.loop.loop import Loop
-from hookline.loop.model_watch import CalledModules, ModelWatch, active_dynamo, keep_out_of_graphs
+from hookline.integrations.patches import WrappedMethods, calling_frames
+from hookline.loop.event_context import (
+    Versions,
+    gradient_versions,
+    gradients_of,
+    norm_or_error,
+    version_of,
+)
+from hookline.loop.model_watch import ForwardTargets, ModelWatch, keep_out_of_graphs
 from hookline.loop.phase_times import PhaseTimes
-from hookline.loop.weak_methods import weaken_methods
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
 
-__all__ = ["StepWatch"]
+if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.loop_phases import LoopPhases
+    from hookline.integrations.bare_loop.session import Session
 
 log = logging.getLogger("hookline")
 
@@ -70,20 +71,17 @@ class StepWatch:
     """Watches model, optimizers and scaler of a loop, and fires the events of a step.
 
     Args:
-        loop: the loop, which knows model, optimizers and scaler.
+        session: starts training with the first call that is seen, and acts at step boundaries.
         requirements: what hooks need, and what the loop provides.
-        begin: starts training, if it has not started; called often.
-        end_batch: ends the batch in progress: a step has ended.
+        phases: ends the batch in progress when a step has ended.
         called: what the loop calls, where this is not the model itself.
         loss_divided: see `attach`.
         accumulated_batches: the number by which losses are divided also in steps with fewer
             batches; 0 if it is not known.
 
     Attributes:
-        phases: the time of each phase, if there is a run.
-        at_boundary: called before a step's first optimizer, where checkpoints are saved.
-        after_step: called when a step has ended.
-        any_rank: returns whether any rank has set a flag; None if this process trains alone.
+        times: the time of each phase, if there is a run.
+        has_boundary_work: whether the session acts before and after each step.
         backwards_seen: how many backwards have changed gradients.
         has_new_gradients: whether backward has run since the last step.
         always_sees_calls: whether calls of model and backward are seen also if no hook needs them.
@@ -93,32 +91,28 @@ class StepWatch:
 
     def __init__(
         self,
-        loop: Loop,
+        session: Session,
         requirements: Requirements,
+        phases: LoopPhases,
         *,
-        begin: Callable[[], None],
-        end_batch: Callable[[], None],
-        called: CalledModules | None = None,
+        called: ForwardTargets | None = None,
         loss_divided: bool | None = None,
         accumulated_batches: int = 0,
     ) -> None:
+        loop = session.loop
         self.loop, self.context, self.hooks = loop, loop.context, loop.hooks
-        self.called = called or CalledModules()
-        self._requirements, self._begin, self._end_batch = requirements, begin, end_batch
+        self.called = called or ForwardTargets()
+        self._session, self._requirements, self._phases = session, requirements, phases
         context, scaler = loop.context, loop.state.scaler
         self.dispatchers = loop.hooks.dispatchers
-        self.phases = PhaseTimes()
-        self.at_boundary: Callable[[], None] | None = None
-        self.after_step: Callable[[], None] | None = None
-        self.any_rank: Callable[[bool], bool] | None = None
+        self.times = PhaseTimes()
+        self.has_boundary_work = False
         self.scaler = scaler
         self.optimizers = context.optimizers
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self.losses = StepLosses(context, requirements, scaler, loss_divided, accumulated_batches)
-        self.checks = LoopChecks(context, loop.hooks, requirements, self.called, scaler)
-        self.model = ModelWatch(
-            context.model, self._before_forward, self._after_forward, self.called
-        )
+        self.checks = LoopChecks(session, requirements, self.called)
+        self.model = ModelWatch(context.model, self, self.called)
         self._handles: list[RemovableHandle] = []
         self._wrapped = WrappedMethods()  # of the scaler
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
@@ -127,7 +121,7 @@ class StepWatch:
         self._clipped: dict[int, Versions] = {}  # by optimizer, after the step's latest clip
         self._clip: tuple[ClipCall, list[int]] | None = None  # in progress, and its optimizers
         self._has_clipped = False
-        self._skips = loop.requests.skips  # reasons, by optimizer; -1 for all
+        self._requests = loop.requests
         self._looks_at_skips = False  # an attribute, because it is read three times in each step
         self._unscaled: set[int] = set()
         self._in_scaler_step = False
@@ -167,13 +161,18 @@ class StepWatch:
         clip_patch.remove(self)
         backward_patch.remove(self)
         self.losses.wanted = False
-        weaken_methods(self, self.model)  # else only the garbage collector frees them
+
+    def leave_cycles(self) -> None:
+        """Keep nobody alive who has this watch: it was detached."""
+        self._session = self.checks.session = weakref.proxy(self._session)
+        self._phases = weakref.proxy(self._phases)
+        self.model.listener = weakref.proxy(self)
 
     def leave(self) -> None:
-        """Remove all hooks, and call nobody at the end of a step: this process was forked."""
+        """Remove all hooks, and do nothing at the end of a step: this process was forked."""
         self.detach()
-        self.phases = PhaseTimes()
-        self.at_boundary = self.after_step = None
+        self.times = PhaseTimes()
+        self.has_boundary_work = False
 
     def start(self) -> None:
         """Training has started: the first call of the model need not be watched for it."""
@@ -206,25 +205,29 @@ class StepWatch:
         calls = self.model.calls_seen
         return bool(calls) and calls == self._calls_before_step and not self.has_new_gradients
 
-    def find_place(self) -> tuple[int, int]:
-        """Return the batch in progress, counted by calls of the model, and its stage.
+    def find_place(self) -> tuple[int, int, int]:
+        """Return epoch, batch (counted by calls of the model) and stage, for `RankWatch`.
 
-        Stages are those of `RankWatch`. A thread may call this.
+        A thread may call this.
         """
-        calls = self.model.calls_seen
+        calls, epoch = self.model.calls_seen, self.context.known("epoch")
+        epoch = -1 if epoch is None else epoch
         if not self.model.is_running and calls <= self._calls_before_step:
-            return calls + 1, 0
-        return calls, 2 if calls == self._calls_at_backward or self._backward is not None else 1
+            return epoch, calls + 1, 0
+        had_backward = calls == self._calls_at_backward or self._backward is not None
+        return epoch, calls, 2 if had_backward else 1
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _before_forward(self) -> None:
+    def before_forward(self) -> None:
+        """Fire `on_before_forward`; the first call of the model starts training."""
         if not self.context.generating:
             self._thread = get_ident()
-            self._begin()
+            self._session.begin()
             self.loop.before_forward()
 
-    def _after_forward(self, outputs: Any) -> None:
+    def after_forward(self, outputs: Any) -> None:
+        """Call forward hooks, and fire `on_after_forward`."""
         if not self.context.generating:
             self.loop.after_forward(outputs)
 
@@ -235,8 +238,8 @@ class StepWatch:
         given = self._given_loss
         if given is None and get_ident() not in (self._thread, self.model.thread):
             return None
-        if self.phases.timed:
-            self.phases.lap("forward")
+        if self.times.timed:
+            self.times.lap("forward")
         seen: BackwardLoss | None = None
         if self.losses.wanted:
             seen = self.losses.read(loss) if given is None else BackwardLoss(given, given=True)
@@ -261,8 +264,8 @@ class StepWatch:
             self._versions = dict(enumerate(map(gradient_versions, self.optimizers)))
         if self.dispatchers.on_after_backward is not None:
             self.dispatchers.on_after_backward(self.context)
-        if self.phases.timed:
-            self.phases.lap("backward")
+        if self.times.timed:
+            self.times.lap("backward")
 
     def backward_failed(self) -> None:
         """Forget a backward that has ended with an exception, and its graph."""
@@ -281,7 +284,7 @@ class StepWatch:
             if _have_changed(before[i], self.optimizers[i]):
                 is_clipped = bool(before[i]) and self._clipped.get(i) == before[i]
                 if is_clipped and not self._closure_evaluated:
-                    self.checks.report_backward_after_clip()
+                    self.checks.report("backward after clip")
                 self._new_gradients(i)
 
     def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
@@ -296,7 +299,8 @@ class StepWatch:
         """Return the loss of the batch that ends, None if it is not known."""
         loss = self.losses.set_batch_loss()
         if loss is None and self.needs.asks_for_loss and not self._verified:
-            self.checks.raise_or_warn([*self._unmet(), *self._unknown_loss()])
+            unmet = self._requirements.unmet(self.hooks)
+            self.checks.raise_or_warn([*unmet, *self._unknown_loss()])
         return loss
 
     # -- gradients --------------------------------------------------------------------------------
@@ -306,9 +310,9 @@ class StepWatch:
         self._ready.discard(i)
         self._clipped.pop(i, None)
         self.context.norms.pop(i, None)
-        self._skips.pop(i, None)
-        self._skips.pop(-1, None)
-        self._looks_at_skips = bool(self._skips) or self.any_rank is not None
+        self._requests.skips.pop(i, None)
+        self._requests.skips.pop(-1, None)
+        self._looks_at_skips = bool(self._requests.skips) or self.loop.ranks.is_distributed
 
     def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
@@ -335,11 +339,11 @@ class StepWatch:
 
     def _check(self, i: int, problems: list[str]) -> None:
         """Raise before the first step if hooks would not get what they need; later, warn."""
-        if not self._verified and not self.backwards_seen and self._skip_reason(i):
+        if not self._verified and not self.backwards_seen and self._requests.why_skipped(i):
             return  # a batch without backward, whose step is skipped: a later one is checked
         if self._unchecked or problems:
             if self._unchecked:
-                problems = [*self._unmet(), *problems]
+                problems = [*self._requirements.unmet(self.hooks), *problems]
                 if not self._verified:
                     problems += self._unseen()
             self._unchecked = False
@@ -350,9 +354,6 @@ class StepWatch:
                 log.info("%s", line)
         if self.dispatchers.on_gradients_ready is not None and i in self._versions:
             self.checks.check_versions(self._versions[i], self.optimizers[i])
-
-    def _unmet(self) -> list[str]:
-        return list(self._requirements.unmet(self.hooks))
 
     def _unknown_loss(self) -> list[str]:
         who = ", ".join(self.needs.asks_for_loss)
@@ -398,9 +399,9 @@ class StepWatch:
             return False
         if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
             if function != "get_total_norm":
-                self.checks.report_scaled_clip(function)
+                self.checks.report("scaled clip", function=function)
             return False
-        self._begin()
+        self._session.begin()
         self._gradients_ready(i)
         return True
 
@@ -496,8 +497,8 @@ class StepWatch:
         if active_dynamo() is not None:  # the loop calls a compiled `step`
             return _uncompiled(self._before_step)(optimizer, args, kwargs)
         has_closure = kwargs or (len(args) > 1 and args[1] is not None)
-        if self.at_boundary is not None and not self._stepped:
-            self.at_boundary()
+        if self.has_boundary_work and not self._stepped:
+            self._session.reach_boundary()
         if not self._takes_short_path or has_closure:
             return self._before_any_step(optimizer, args, kwargs)
         if not self._starts_silently:
@@ -511,14 +512,14 @@ class StepWatch:
         return None
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self._begin()
+        self._session.begin()
         if self._backward is not None:  # gradients are used as soon as they are there
             self._count_backward(self._backward)
         i = self._index[id(optimizer)]
         if i in self._stepped and self.ends_with_batch:
             self._start_again(i)
         elif i in self._stepped:
-            self.checks.report_second_step(i)
+            self.checks.report("second step", idx=i)
             self._end_all_turns()
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
@@ -526,7 +527,8 @@ class StepWatch:
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": evaluate}
             return (args[0], evaluate, *args[2:]), kwargs
-        self.checks.check_scaler(in_scaler_step=self._in_scaler_step)
+        if self.scaler is not None and self.scaler.is_enabled() and not self._in_scaler_step:
+            self.checks.report("unused scaler")
         self._found_inf = getattr(optimizer, "found_inf", None)
         self._start_turn(i)
         return None
@@ -567,9 +569,9 @@ class StepWatch:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if active_dynamo() is not None:
             return _uncompiled(self._after_step)(optimizer, args, kwargs)
-        if self.phases.timed:
-            self.phases.lap("optimizer")
-        if self._takes_short_path and (not self._looks_at_skips or self._skip_reason(0) is None):
+        if self.times.timed:
+            self.times.lap("optimizer")
+        if self._takes_short_path and not (self._looks_at_skips and self._requests.why_skipped(0)):
             if self.dispatchers.on_after_optimizer_step is not None:
                 self.dispatchers.on_after_optimizer_step(self.context)
             self._end_step(skipped=False)
@@ -585,7 +587,7 @@ class StepWatch:
             # scaler does for every other optimizer.
             self._skip_turn(i, _OVERFLOW)
             return
-        if (reason := self._skip_reason(i)) is not None:
+        if reason := self._requests.why_skipped(i):
             self._skip_turn(i, reason)
             return
         if self.dispatchers.on_after_optimizer_step is not None:
@@ -599,14 +601,11 @@ class StepWatch:
         """Look before each step whether it is to be skipped: a hook, or another rank, may ask."""
         self._looks_at_skips = True
 
-    def _skip_reason(self, i: int) -> str | None:
-        return self._skips.get(i, self._skips.get(-1))
-
     def _apply_skip(self, i: int) -> None:
         """Remove the gradients of a step that is to be skipped, in all processes together."""
-        skips = self._skip_reason(i) is not None
-        if self.any_rank is not None and self.any_rank(skips) and not skips:
-            self._skips[i] = "another process asked"
+        skips, ranks = bool(self._requests.why_skipped(i)), self.loop.ranks
+        if ranks.is_distributed and ranks.processes.any(skips)[0] and not skips:
+            self._requests.skips[i] = "another process asked"
             skips = True
         if skips:
             for group in self.optimizers[i].param_groups:
@@ -652,8 +651,8 @@ class StepWatch:
         latest_loss = context.latest_loss
         context.skipped = skipped
         if self._looks_at_skips:
-            self._skips.clear()  # on_step_end requests for the next step
-            self._looks_at_skips = self.any_rank is not None
+            self._requests.skips.clear()  # on_step_end requests for the next step
+            self._looks_at_skips = self.loop.ranks.is_distributed
         if not skipped:
             context.step += 1
         if losses.wanted:
@@ -661,7 +660,7 @@ class StepWatch:
                 self._count_backward(self._backward)
             losses.end_step()
         if context.known("current_batch") is not None:
-            self._end_batch()
+            self._phases.end_batch()
         if context.norm_schedule is not None:
             context.prepare_norm()
         if self.dispatchers.on_step_end is not None:
@@ -679,17 +678,18 @@ class StepWatch:
         self.has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self.model.calls_seen
         self._thread = get_ident()
-        self.loop.end_step_of_probes()
+        if self.loop.probes is not None:
+            self.loop.end_step_of_probes(self.loop.probes)
         context.skipped = False
         context.step_in_progress = context.step + 1
         if record.is_wanted:
             loss = context.latest_loss if context.latest_loss is not latest_loss else None
             ranks = self.loop.ranks
-            records = None if ranks.is_alone else ranks.records
+            records = ranks.records if ranks.is_distributed else None
             record.end_step(context.step, context.known("epoch"), loss, records)
-            self.phases.end_batch()
-        if self.after_step is not None:
-            self.after_step()
+            self.times.end_batch()
+        if self.has_boundary_work:
+            self._session.after_step()
 
 
 def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:

@@ -9,8 +9,6 @@ from hookline.errors import StopTraining
 from hookline.integrations.bare_loop.loop_checks import CALLS
 from hookline.loop.control_requests import ControlRequests
 
-__all__ = ["StopRequest"]
-
 log = logging.getLogger("hookline")
 
 

@@ -1,5 +1,5 @@
 // Layers over steps as a heat map, and a profile of all layers at one step.
-const SCALE = [[0, "#30123b"], [0.15, "#4662d7"], [0.3, "#36aaf9"], [0.45, "#1ae4b6"], [0.6, "#72fe5e"], [0.72, "#c8ef34"], [0.84, "#faba39"], [0.93, "#f66b19"], [1, "#c22403"]];
+const SCALE = [[0, "#440154"], [0.125, "#472d7b"], [0.25, "#3b528b"], [0.375, "#2c728e"], [0.5, "#21918c"], [0.625, "#28ae80"], [0.75, "#5ec962"], [0.875, "#addc30"], [1, "#fde725"]]; // viridis
 
 function layerGrid(run, pairs) {
   const layers = new Map(pairs);

@@ -17,8 +17,6 @@ from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.data_parallel import CallCheck
 from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
 
-__all__ = ["Accelerated"]
-
 _SUPPORTED = "Supported are a single process, DDP, and FSDP2 (fsdp_version 2)."
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}  # Accelerate's name, and ours
 
@@ -27,15 +25,8 @@ class Accelerated(SingleProcess):
     """Train with an `Accelerator`: one process, DDP or FSDP2, as it was configured.
 
     The Accelerator prepares the model and the optimizers. Mixed precision is that of its `prepare`:
-    the model's forward is autocast and returns fp32, the loss is computed outside of it.
-
-    Args:
-        accelerator: the Accelerator; None to make one as `accelerate launch`, or else the
-            configuration, says.
-        config: the configuration.
-
-    Raises:
-        TrainingError: Accelerate is not installed, or the Accelerator cannot be used.
+    the model's forward is autocast and returns fp32, the loss is computed outside of it. Without an
+    Accelerator, one is made as `accelerate launch`, or else the configuration, says.
     """
 
     has_trigger = True
@@ -239,17 +230,22 @@ def _prepare(accelerator: Any, objects: list[Any]) -> list[Any]:
 def _make_accelerator(config: TrainerConfig) -> Any:
     """Return an Accelerator as `accelerate launch`, or else the configuration, says."""
     accelerator_class = _accelerator_class()
-    _check_environment()
+    for name in ("DeepSpeed", "Megatron_LM"):  # an Accelerator would need them
+        variable = f"ACCELERATE_USE_{name.upper()}"
+        if os.environ.get(variable, "false").lower() == "true":
+            raise TrainingError(
+                f"The configuration of `accelerate launch` asks for {name.replace('_', '-')} "
+                f"({variable}), which the trainer does not support. {_SUPPORTED}"
+            )
     is_cpu = config.device == "cpu" or (
         config.device is None and not torch.accelerator.is_available()
     )
     names = {ours: name for name, ours in _PRECISIONS.items()}
+    precision = names[config.precision] if "precision" in config.model_fields_set else None
     try:
-        accelerator = accelerator_class(
+        return accelerator_class(
             cpu=is_cpu,
-            mixed_precision=(
-                names[config.precision] if "precision" in config.model_fields_set else None
-            ),
+            mixed_precision=precision,
             gradient_accumulation_steps=config.accumulate,
         )
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -257,7 +253,6 @@ def _make_accelerator(config: TrainerConfig) -> Any:
             f"Accelerate cannot be started: {error} If this script has an Accelerator already, "
             "give it to the trainer: AccelerateTrainer(…, accelerator=accelerator)."
         ) from error
-    return accelerator
 
 
 def _check_accelerator(accelerator: Any, config: TrainerConfig) -> None:
@@ -297,19 +292,6 @@ def _accelerator_class() -> Any:
             f"({error}): pip install 'hookline[accelerate]'."
         ) from error
     return Accelerator
-
-
-def _check_environment() -> None:
-    """Raise for plugins that `accelerate launch` asks for: an Accelerator would need them."""
-    for variable, name in {
-        "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-        "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    }.items():
-        if os.environ.get(variable, "false").lower() == "true":
-            raise TrainingError(
-                f"The configuration of `accelerate launch` asks for {name} ({variable}), which the "
-                f"trainer does not support. {_SUPPORTED}"
-            )
 
 
 def _unsupported(accelerator: Any) -> str | None:

@@ -9,11 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookline.config.trainer_config import DDPConfig
 from hookline.errors import TrainingError
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.weight_sharing import share_weights
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
-
-__all__ = ["CallCheck", "DataParallel"]
 
 
 class CallCheck:
@@ -48,7 +46,7 @@ class DataParallel(SingleProcess):
         self,
         device: torch.device,
         precision: Precision,
-        processes: OneProcess,
+        processes: SingleProcessGroup,
         config: DDPConfig,
     ) -> None:
         super().__init__(device, precision, processes)

@@ -12,13 +12,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hookline.config.trainer_config import FSDPConfig
 from hookline.errors import TrainingError, listed
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.weight_sharing import BufferSharing
 from hookline.tensors.name_patterns import matches_glob
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
-
-__all__ = ["FullySharded", "check_scalars"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,7 +31,7 @@ class FullySharded(SingleProcess):
         self,
         device: torch.device,
         precision: Precision,
-        processes: OneProcess,
+        processes: SingleProcessGroup,
         config: FSDPConfig,
     ) -> None:
         super().__init__(device, precision, processes)
@@ -64,15 +62,12 @@ class FullySharded(SingleProcess):
                     "before the model is sharded. Make the optimizer anew, and let "
                     "`fit(resume_from=…)` restore its state."
                 )
-        is_meta = any(parameter.is_meta for parameter in model.parameters())
-        if not is_meta:
-            model.to(self.device)
-            _broadcast_from_main(model)
+        model.to(self.device)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, src=0)
         names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model)
-        if is_meta:
-            model.to_empty(device=self.device)
-            _reset_parameters(model)
         sharded = dict(model.named_parameters(remove_duplicate=False))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -142,27 +137,3 @@ def find_units(model: torch.nn.Module, wrap: Sequence[str]) -> list[torch.nn.Mod
             )
         chosen |= set(found)
     return [module for name, module in reversed(modules.items()) if name in chosen]
-
-
-def _broadcast_from_main(model: torch.nn.Module) -> None:
-    """Give all processes the parameters and buffers of rank 0."""
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, src=0)
-
-
-def _reset_parameters(model: torch.nn.Module) -> None:
-    """Initialize the parameters of a model that was made on the meta device."""
-    missing: list[str] = []
-    for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        elif own:
-            missing.append(name)
-    if missing:
-        raise TrainingError(
-            "The model was made on the meta device, and these modules cannot be initialized, "
-            f"because they have no reset_parameters(): {listed(missing)}."
-        )

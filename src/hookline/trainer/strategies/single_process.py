@@ -10,11 +10,8 @@ import torch
 
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ConfigError
-from hookline.loop.processes import OneProcess
+from hookline.loop.processes import SingleProcessGroup
 from hookline.tensors.global_norm import global_norm
-
-__all__ = ["Precision", "SingleProcess", "parameters_of"]
-
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -28,27 +25,17 @@ class SingleProcess:
     accelerator: Any = None  # the `Accelerator`, if there is one
 
     def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        processes: OneProcess | None = None,
+        self, device: torch.device, precision: Precision, processes: SingleProcessGroup
     ) -> None:
-        self.device = device
-        self.processes = processes or OneProcess()
+        self.device, self.processes = device, processes
         self.needs_transfer = device.type != "cpu"
-        scaled = precision == "fp16"
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scaled) if scaled else None
+        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process writes the run."""
-        return self.processes.is_main
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other process takes part in the run."""
-        return self.processes.size == 1
+    def is_distributed(self) -> bool:
+        """Whether other processes take part in the run."""
+        return self.processes.size > 1
 
     def complete_config(self, config: TrainerConfig) -> TrainerConfig:
         """Return the configuration with the settings that are made elsewhere."""
@@ -160,10 +147,6 @@ class SingleProcess:
     def stop_reason(self) -> str | None:
         """Return why training is to stop, if that was requested from the strategy."""
         return None
-
-    def any_rank(self, *requests: bool) -> tuple[bool, ...]:
-        """Return for each request whether any rank makes it; the same on all ranks."""
-        return self.processes.any(*requests)
 
     def state(self) -> dict[str, Any]:
         """Return what else a checkpoint contains."""
