@@ -132,7 +132,7 @@ def read_parts(folder: Path) -> dict[str, Any]:
 
 def fork(folder: Path) -> dict[str, Any]:
     """A new run from the checkpoint of two ranks; what each rank reads; and a damaged file."""
-    from hookline.loop import loop_state
+    from hookline.loop import state as loop_state
 
     trainer, _ = make(folder / "fork", **FSDP)
     load, load_optimizer = loop_state.load_weights, loop_state.load_optimizer

@@ -46,8 +46,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     (file,) = folder.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     names = ("step", "epoch", "name", "value")
-    # The throughput and memory of each rank are measured, and not the same in two runs.
-    return [{n: row[n] for n in names} for row in rows if not row["name"].startswith("ranks/")]
+    return [{n: row[n] for n in names} for row in rows]
 
 
 def assert_close(first: Any, second: Any, tolerance: float = ORDER_OF_SUMS) -> None:

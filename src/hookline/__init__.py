@@ -102,9 +102,9 @@ if TYPE_CHECKING:
     from hookline.trackers import TrackedRun as TrackedRun
     from hookline.trackers import TrackedValue as TrackedValue
     from hookline.trackers import Tracker as Tracker
+    from hookline.trainer.factory import AccelerateTrainer as AccelerateTrainer
+    from hookline.trainer.factory import get_trainer as get_trainer
     from hookline.trainer.trainer import Trainer as Trainer
-    from hookline.trainer.trainer_kinds import AccelerateTrainer as AccelerateTrainer
-    from hookline.trainer.trainer_kinds import get_trainer as get_trainer
     from hookline.updates import AGC as AGC
     from hookline.updates import Centralize as Centralize
     from hookline.updates import ClipNorm as ClipNorm
@@ -176,7 +176,7 @@ _MODULES = {
     "tensors.full_tensor": ("full_tensor",),
     "trackers": ("TrackedRun", "TrackedValue", "Tracker"),
     "trainer.trainer": ("Trainer",),
-    "trainer.trainer_kinds": ("AccelerateTrainer", "get_trainer"),
+    "trainer.factory": ("AccelerateTrainer", "get_trainer"),
     "updates": (
         *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
         *("Mask", "Noise", "Scale", "SkipNonfinite"),

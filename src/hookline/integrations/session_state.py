@@ -26,7 +26,7 @@ from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError, CollectiveError, listed
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 from hookline.loop.processes import is_main_process
-from hookline.loop.saved_state import check_host_state, reported_damage
+from hookline.loop.saved_state import check_library_state, reported_damage
 from hookline.tensors.full_tensor import full_tensor
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def unpack_state(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     with reported_damage(checkpoint):
         own = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
         checkpoint.state.update(decode(parse_json(text.encode(), MAX_STATE_DEPTH), own))
-        check_host_state(checkpoint)
+        check_library_state(checkpoint)
     return checkpoint.state
 
 
@@ -110,5 +110,5 @@ def load(folder: Path, name: str = HOOKS_FOLDER) -> dict[str, Any] | None:
         return None
     checkpoint = load_checkpoint(folder / name)
     with reported_damage(checkpoint):
-        check_host_state(checkpoint)
+        check_library_state(checkpoint)
         return checkpoint.state

@@ -5,7 +5,7 @@
     save_requested    when the state is complete: it is copied, and written while training goes on
     report            at a later boundary: what is durable is told to the run and the hooks
 
-Of several ranks, rank 0 writes; a sharded model is written by all of them, each its part.
+Of several ranks, rank 0 writes; a sharded model is written by all of them, each its shards.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from hookline.loop.control_requests import (
 )
 from hookline.loop.event_context import EventContext
 from hookline.loop.loop import report_checkpoint
-from hookline.loop.loop_state import LoopState
 from hookline.loop.rank_sync import RankSync
 from hookline.loop.record import Record
+from hookline.loop.state import LoopState
 
 log = logging.getLogger("hookline")
 
@@ -47,7 +47,7 @@ class Checkpoints:
 
     Attributes:
         no_folder: the error for a checkpoint that has no folder, and no run to put it into.
-        is_sharded: whether each rank has a part of the parameters.
+        is_sharded: whether each rank has a shard of each parameter.
         extra: the values of the user's own that the next save has.
         prepares: whether memory is allocated after the next step.
         is_announcing: whether hooks are being told of a checkpoint.
@@ -77,7 +77,7 @@ class Checkpoints:
         self._shared_saves: SharedSaves | None = None
         self._is_weights_only = False  # the latest save
         self._in_flight = 0
-        self._unshared: list[SaveResult] = []  # that the other ranks do not know of yet
+        self._unsent: list[SaveResult] = []  # that the other ranks do not know of yet
         self._rank_states: list[Any] | None = None  # of all ranks, for the next save
         self._grace = settings.grace_seconds or elastic_timeout()
 
@@ -87,9 +87,9 @@ class Checkpoints:
         return self._in_flight > 0
 
     @property
-    def has_unshared(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether the other ranks do not know yet what was saved."""
-        return bool(self._unshared)
+        return bool(self._unsent)
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Checkpoints:
         finally:
             self.extra, self._rank_states = {}, None
         if wait and together:  # otherwise the ranks hear of it when they agree
-            self.share_saved()
+            self.broadcast_saved()
         return saved
 
     def save_after_crash(self, folder: Path) -> None:
@@ -293,7 +293,7 @@ class Checkpoints:
             else:
                 self._check_duration(result.seconds)
             if self.ranks.is_distributed:
-                self._unshared.append(result)
+                self._unsent.append(result)
             self._announce(result)
         if failure is not None and stops:
             raise failure
@@ -318,12 +318,12 @@ class Checkpoints:
         finally:
             self.is_announcing = False
 
-    def share_saved(self) -> None:
+    def broadcast_saved(self) -> None:
         """Report in all ranks what rank 0 has saved. All of them have to call this."""
         if not self.ranks.is_distributed:
             return
-        unshared, self._unshared = self._unshared, []
-        shared: list[SaveResult] = self.ranks.processes.broadcast(unshared)
+        unsent, self._unsent = self._unsent, []
+        shared: list[SaveResult] = self.ranks.processes.broadcast(unsent)
         if self.ranks.processes.is_main:
             return
         self._saver.release_parts([result.requested.absolute() for result in shared])

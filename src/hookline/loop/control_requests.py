@@ -13,7 +13,7 @@ from hookline.arguments import as_reason, check_whole_number, show_value
 from hookline.errors import ArgumentError
 
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL: the default of Slurm, torchrun and Kubernetes
-_USED = 0.8  # the part of them that hooks may use; the run is closed afterwards
+_USED = 0.8  # the fraction of them that hooks may use; the run is closed afterwards
 
 
 class SaveRequest(NamedTuple):

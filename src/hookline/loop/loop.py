@@ -26,10 +26,10 @@ from hookline.errors import HooklineError
 from hookline.interrupts import HeldInterrupts
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.event_context import EventContext, ProbeView
-from hookline.loop.loop_state import LoopState, SavedAttributes
 from hookline.loop.processes import SingleProcessGroup, is_main_process
 from hookline.loop.rank_sync import RankSync
 from hookline.loop.record import Record
+from hookline.loop.state import LoopState, SavedAttributes
 from hookline.printable import printable_message
 from hookline.tensors.observation import Observation
 
@@ -70,7 +70,7 @@ class Loop:
         weights: returns the weights for a checkpoint.
         no_folder: the error for a checkpoint without a folder.
         processes: the processes that train together.
-        is_sharded: whether each of them has a part of the parameters.
+        is_sharded: whether each of them has a shard of each parameter.
 
     Attributes:
         probes: attaches probes to the model as they are toggled; None if there are none.
@@ -255,10 +255,10 @@ class Loop:
             bool(requests.checkpoints),
             requests.signal is not None,
             ranks.hooks_toggled,
-            checkpoints is not None and checkpoints.has_unshared,
+            checkpoints is not None and checkpoints.has_unsent,
         )
         if saved:
-            self.checkpoints.share_saved()
+            self.checkpoints.broadcast_saved()
         if toggled and ranks.is_distributed:
             ranks.apply_toggles()
         return Agreed(stop, save, signal)

@@ -31,8 +31,8 @@ PHASES = (
 )
 
 _ON_DEVICE = ("forward", "backward", "optimizer")  # timed by the device, if it can
-_OF_CLOCKS = 0.001  # the share of the time that clocks may take
-_HOST_SECONDS, _DEVICE_SECONDS = 7e-6, 40e-6  # what timing a batch takes
+_OF_CLOCKS = 0.001  # the fraction of the time that clocks may take
+_CPU_SECONDS, _DEVICE_SECONDS = 7e-6, 40e-6  # what timing a batch takes
 
 # In which phase an event is fired; other events are fired between phases.
 _PHASE_OF_EVENT = {
@@ -167,7 +167,7 @@ class PhaseTimes:
     def _choose_gap(self) -> int:
         """Return after how many batches the next one is timed."""
         seconds = max(perf_counter() - self._began, 1e-9)
-        cost = _DEVICE_SECONDS if self._clock.is_device else _HOST_SECONDS
+        cost = _DEVICE_SECONDS if self._clock.is_device else _CPU_SECONDS
         mean = min(math.ceil(cost / (_OF_CLOCKS * seconds)), 1000)
         return self._random.randint(1, 2 * mean - 1)
 
@@ -212,7 +212,7 @@ class PhaseTimes:
         time = perf_counter()
         elapsed, self._last_taken = time - self._last_taken, time
         room = max(0.0, elapsed - since["validation"] - since["checkpoints"])
-        if self._clock.is_device:  # it works while the host does something else
+        if self._clock.is_device:  # it works while the CPU does something else
             _fit(since, _ON_DEVICE, room)
             _fit(since, ("data", "hooks"), room)
         else:

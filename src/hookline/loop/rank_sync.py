@@ -7,9 +7,7 @@ train another model. In a process that trains alone, everything here returns at 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Mapping
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +20,6 @@ from hookline.loop.event_context import EventContext
 from hookline.loop.means import Means, add_means
 from hookline.loop.processes import ProcessGroup, SingleProcessGroup
 from hookline.tensors.barrier import barrier_with_timeout
-from hookline.tensors.memory import device_peak_mb
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.sharded import needs_collective
 
@@ -34,7 +31,6 @@ log = logging.getLogger("hookline")
 _SECONDS = 120.0  # within which all processes have to attach, and to end their sessions
 _VALIDATION_SECONDS = 60.0  # within which all processes have to begin a validation
 _CALL_SECONDS = 60.0  # within which all processes have to save or load a checkpoint
-_METRICS_SECONDS = 60.0  # between two records of `RankMetrics`; the end of an epoch has one, too
 _RECORD_STEPS = 50  # steps whose values are averaged together
 _SLOW_RANK_SECONDS = 60.0  # after which a process that the others wait for is named
 
@@ -175,7 +171,7 @@ class RankSync:
         else:
             self.records.report(run)
             return True
-        steps = self.records.report_own(run)
+        steps = self.records.report(run, alone=True)
         if run is not None and steps:
             log.warning(
                 "%s: train/loss of the last %d steps is that of rank 0 instead of the mean over "
@@ -262,32 +258,12 @@ class StepRecords:
         """Return what is kept of this process: step, epoch, name and value."""
         return [(step, epoch, name, to_float(value)) for step, epoch, name, value in self._values]
 
-    def report(
-        self,
-        run: Any,
-        own_values: Mapping[str, float] | None = None,
-        at: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Average what was kept over all processes, and record it in the run of rank 0.
+    def report(self, run: Any, *, alone: bool = False) -> int:
+        """Average what was kept over all processes, record it in the run of rank 0, and forget it.
 
-        All processes have to call this. `own_values` are those of this process alone, whose names
-        begin with "ranks/", and `at` is their step and epoch.
+        All processes have to call this, unless the values of this one are recorded `alone`. Return
+        of how many steps they are.
         """
-        self._record(run, self._processes, own_values or {}, at)
-
-    def report_own(self, run: Any) -> int:
-        """Record the values of this process alone; return of how many steps."""
-        steps = len({step for step, *_ in self._values})
-        self._record(run, SingleProcessGroup(), {}, (0, 0))
-        return steps
-
-    def _record(
-        self,
-        run: Any,
-        processes: SingleProcessGroup,
-        own_values: Mapping[str, float],
-        at: tuple[int, int],
-    ) -> None:
         kept, self._values = self._values, []
         own: dict[Any, Any] = {}
         for step, epoch, name, value in kept:
@@ -295,52 +271,14 @@ class StepRecords:
             while (step, attempt, epoch, name) in own:
                 attempt += 1
             own[step, attempt, epoch, name] = {"mean": to_float(value), "weight": 1.0}
-        step, epoch = at
-        for name, value in own_values.items():
-            own[step, 0, epoch, name] = {"mean": value, "weight": 1.0}
+        processes = SingleProcessGroup() if alone else self._processes
         gathered = processes.gather_on_main(own)
-        if run is None or gathered is None:
-            return
-        means = add_means(gathered)
-        for key in sorted(means, key=lambda key: key[:2]):  # a process need not have all names
-            step, _, epoch, name = key
-            run.log(step, epoch, name, means[key]["mean"])
-
-
-class RankMetrics:
-    """Measures this process: batches per second, and the most memory of it or its device."""
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._prefix, self._device = f"ranks/{rank}", device
-        self.start_epoch(0)
-
-    def start_epoch(self, batches: int) -> None:
-        """Count from here, where so many batches of the epoch were trained on before."""
-        self._batches, self._since = batches, monotonic()
-
-    def measure(self, batches: int, *, is_last: bool = False) -> dict[str, float]:
-        """Return the values since the last time by name; none if that was a short time ago.
-
-        So many batches of the epoch were trained on; `is_last` says that it is over.
-        """
-        seconds = monotonic() - self._since
-        trained = batches - self._batches
-        if trained <= 0 or (seconds < _METRICS_SECONDS and not is_last):
-            return {}
-        self.start_epoch(batches)
-        values = {f"{self._prefix}/batches_per_second": trained / max(seconds, 1e-9)}
-        peak = _peak_memory(self._device)
-        return values if peak is None else {**values, f"{self._prefix}/memory_peak_mb": peak}
-
-
-def _peak_memory(device: torch.device) -> float | None:
-    of_device = device_peak_mb(device)
-    if of_device is not None or sys.platform == "win32":
-        return of_device
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+        if run is not None and gathered is not None:
+            means = add_means(gathered)
+            for key in sorted(means, key=lambda key: key[:2]):  # a process need not have all names
+                step, _, epoch, name = key
+                run.log(step, epoch, name, means[key]["mean"])
+        return len({step for step, *_ in kept})
 
 
 def join_ranks(hooks: HookManager) -> ProcessGroup:
@@ -382,7 +320,7 @@ def wait_for_ranks(call: str) -> None:
 
 
 def is_sharded_loop(optimizers: list[torch.optim.Optimizer]) -> bool:
-    """Return whether each process has a part of the parameters only."""
+    """Return whether each process has only a shard of a parameter."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return any(needs_collective(parameter) for group in groups for parameter in group["params"])
 

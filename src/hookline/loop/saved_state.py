@@ -16,11 +16,12 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from hookline.checkpoint import Checkpoint
 from hookline.errors import CheckpointError, HooklineError
-from hookline.printable import message_lines, printable
+from hookline.printable import message_lines
 
 _MAX_SHOWN = 10
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Field(gt=0, lt=1 << 63)]
 Names = list[str]
 Section = dict[str, Any]
 State = InstanceOf[torch.Tensor]
@@ -96,7 +97,7 @@ _PassField = TypedDict("_PassField", {"pass": _Pass | None})
 
 
 class _Loader(_PassField):
-    ended: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    ended: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]]
     persistent_workers: bool
     has_workers: bool
     worker_seed: State | None
@@ -159,8 +160,8 @@ class _SessionState(_WatchedState, _Objects):
     ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 
-class _HostState(_WatchedState):
-    """The state that is saved with the checkpoint of another library's trainer."""
+class _LibraryState(_WatchedState):
+    """The state that is saved with the checkpoint of another library."""
 
     batch_idx: Count
     run_id: str | None
@@ -180,7 +181,7 @@ def reported_damage(checkpoint: Checkpoint) -> Generator[None]:
     except Exception as error:
         raise CheckpointError(
             f"The state in the checkpoint {checkpoint.path} is damaged, and nothing was changed: "
-            f"{type(error).__name__}: {printable(error)}"
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -209,10 +210,7 @@ def _check(kind: type, what: str, checkpoint: Checkpoint) -> None:
         _adapter(kind).validate_python(checkpoint.state, strict=True)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
-        lines = [
-            f"{printable('.'.join(map(str, one['loc'])))}: {one['msg']}"
-            for one in found[:_MAX_SHOWN]
-        ]
+        lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found[:_MAX_SHOWN]]
         if len(found) > _MAX_SHOWN:
             lines.append(f"and {len(found) - _MAX_SHOWN} more")
         head = (
@@ -224,4 +222,4 @@ def _check(kind: type, what: str, checkpoint: Checkpoint) -> None:
 
 check_trainer_state = partial(_check, _TrainerState, "a trainer")
 check_session_state = partial(_check, _SessionState, "a bare loop")
-check_host_state = partial(_check, _HostState, "hooks in another library's trainer")
+check_library_state = partial(_check, _LibraryState, "hooks in another library's trainer")

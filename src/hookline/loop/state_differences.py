@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hookline.loop.random_state import describe_failure
-from hookline.printable import printable
 from hookline.tensors.sharded import local, shard_like
 
 _MAX_SHOWN = 5
@@ -26,7 +25,6 @@ _DIVISORS = {
     *("T_max", "T_0", "T_i", "T_mult"),
 }
 _PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
-_CHECKED = ("a number", "a list")
 _SCALARS = ("step", "mu_product", "eta", "mu")
 _INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -34,17 +32,23 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 def compare_optimizers(optimizers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
     """Return what optimizers cannot load, by index; if numbers differ, the first are compared."""
-    return {
-        index: [f"optimizer {index}: {line}" for line in _describe_optimizer(*pair)][:_MAX_SHOWN]
-        for index, pair in enumerate(zip(optimizers, saved, strict=False))
-    }
+    return _compare_each("optimizer", _describe_optimizer, optimizers, saved)
 
 
 def compare_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
     """Return what schedulers cannot load, by index, as `compare_optimizers` does."""
+    return _compare_each("scheduler", _describe_scheduler, schedulers, saved)
+
+
+def _compare_each(
+    kind: str,
+    describe: Callable[[Any, Any], Iterable[str]],
+    here: Sequence[Any],
+    saved: Sequence[Any],
+) -> dict[int, list[str]]:
     return {
-        index: [f"scheduler {index}: {line}" for line in _describe_scheduler(*pair)][:_MAX_SHOWN]
-        for index, pair in enumerate(zip(schedulers, saved, strict=False))
+        index: [f"{kind} {index}: {line}" for line in describe(*pair)][:_MAX_SHOWN]
+        for index, pair in enumerate(zip(here, saved, strict=False))
     }
 
 
@@ -83,22 +87,21 @@ def _describe_averages(
     lines: list[str] = []
     for name, value in averages.items():
         if name not in weights:
-            lines.append(f"the model has no weight '{printable(name, 40)}', which has an average")
+            lines.append(f"the model has no weight '{name}', which has an average")
         elif not isinstance(value, torch.Tensor) or (
             not is_lazy(weights[name]) and value.shape != weights[name].shape
         ):
-            shown = printable(name, 40)
-            lines.append(f"the average of '{shown}' does not have the shape of the weight")
+            lines.append(f"the average of '{name}' does not have the shape of the weight")
     return lines
 
 
-def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
+def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> list[str]:
     lines = list(_describe_groups(optimizer, saved))
     if type(optimizer).__module__.startswith("torch.optim"):
         lines += _describe_parameter_states(optimizer, saved)
         if not lines and type(optimizer).__name__ in _TRIED:
             lines += describe_failure("its state", partial(_try_step, optimizer, saved))
-    yield from lines
+    return lines
 
 
 def _describe_groups(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -108,16 +111,20 @@ def _describe_groups(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
         for line in _describe_kinds(group, options):
             yield f"group {index}: {line}"
         for key, value in options.items():
-            if key not in group and _kind(value) in ("a number", "a list"):
+            if key not in group and _is_checked(value):
                 yield f"group {index} has no '{key}'"
         for key in options.keys() & group.keys():
             if isinstance(group[key], torch.Tensor) and not isinstance(options[key], torch.Tensor):
-                yield f"group {index}: '{printable(key, 40)}' is a tensor only in the checkpoint"
+                yield f"group {index}: '{key}' is a tensor only in the checkpoint"
             elif not _is_usable(group[key]):
-                yield f"group {index}: '{printable(key, 40)}' is {printable(group[key], 40)}"
+                yield f"group {index}: '{key}' is {group[key]!s:.40}"
         decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
         if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
             yield f"group {index} has another weight decay (Adam's or AdamW's)"
+
+
+def _is_checked(value: Any) -> bool:
+    return _kind(value) in ("a number", "a list")
 
 
 def _is_usable(value: Any) -> bool:
@@ -140,61 +147,49 @@ def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iter
     shapes = dict(zip(indices, parameters, strict=True))
     for index, values in saved["state"].items():
         if type(index) is not int or index not in shapes or not isinstance(values, dict):
-            yield f"the state of parameter {printable(index, 40)} is not valid"
+            yield f"the state of parameter {index!s:.40} is not valid"
             continue
         for key, value in values.items() if type(optimizer).__name__ in _TRIED else ():
             if not _fits(key, value, shapes[index]):
-                yield f"'{printable(key, 40)}' of parameter {index} does not have its shape"
+                yield f"'{key}' of parameter {index} does not have its shape"
 
 
 def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Make a step of another optimizer with the saved options and states of a few parameters.
 
     They are the smallest of each group, one for each set of names that states have. Options such
-    as `amsgrad` decide which names a step needs.
+    as `amsgrad` decide which names a step needs. Torch's constructor checks the numbers, such as
+    `betas` below 0; it accepts no learning rate below 0, which a scheduler may have set.
     """
     if any(is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
         return  # they have no shape yet
-    groups: list[dict[str, Any]] = []
-    states: dict[int, Any] = {}
-    tried: list[dict[str, Any]] = []
+    kind, states = type(optimizer), saved["state"]
+    accepted = inspect.signature(kind).parameters.keys() - {"params", "lr"}
     for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
         chosen: dict[tuple[str, ...], tuple[int, Any]] = {}
         for index, parameter in zip(group["params"], own["params"], strict=False):
-            values = saved["state"].get(index, {})
+            values = states.get(index, {})
             names = tuple(sorted(key for key, value in values.items() if value is not None))
             if names not in chosen or parameter.numel() < chosen[names][1].numel():
                 chosen[names] = index, parameter
-        own_parts = [local(parameter.detach()) for _, parameter in chosen.values()]
-        copies = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in own_parts]
+        if not chosen:
+            continue
+        tried = dict(chosen.values())
+        copies = [torch.zeros_like(local(parameter.detach())) for parameter in tried.values()]
         for one in copies:
             one.grad = torch.zeros_like(one)
-        tried.append({"params": copies})
-        groups.append({**group, "params": [index for index, _ in chosen.values()]})
-        groups[-1].pop("param_names", None)
-        _construct(type(optimizer), copies, group)
-        for index, parameter in chosen.values():
-            if index in saved["state"]:
-                states[index] = _local_states(saved["state"][index], parameter)
-    trial = type(optimizer)(tried, lr=0.1)
-    trial.load_state_dict(copy.deepcopy({"state": states, "param_groups": groups}))
-    step: Any = type(trial).step
-    getattr(step, "__wrapped__", step)(trial)  # unseen by the hooks of all optimizers
-
-
-def _construct(kind: Any, parameters: list[torch.Tensor], group: Mapping[str, Any]) -> None:
-    """Let torch's constructor check the numbers of a saved group, such as `betas` below 0.
-
-    It accepts no learning rate below 0, which a scheduler may have set.
-    """
-    accepted = inspect.signature(kind).parameters.keys() - {"params", "lr"}
-    options = {key: group[key] for key in accepted & group.keys()}
-    numbers = {key: value for key, value in options.items() if _kind(value) in _CHECKED}
-    kind(parameters, lr=0.1, **numbers)
+        checked = {key: group[key] for key in accepted & group.keys() if _is_checked(group[key])}
+        trial = kind(copies, lr=0.1, **checked)
+        options = {**group, "params": list(tried)}
+        options.pop("param_names", None)
+        local_states = {i: _local_states(states[i], p) for i, p in tried.items() if i in states}
+        trial.load_state_dict(copy.deepcopy({"state": local_states, "param_groups": [options]}))
+        step: Any = kind.step
+        getattr(step, "__wrapped__", step)(trial)  # unseen by the hooks of all optimizers
 
 
 def _local_states(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return this rank's parts of a parameter's states, which may be whole."""
+    """Return this rank's shards of a parameter's states, which may be whole."""
     return {
         key: local(shard_like(value, parameter))
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -220,15 +215,15 @@ def _describe_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[st
     own = scheduler.state_dict()
     for key in saved:  # a scheduler sets its attributes to these values
         if key not in own and (hasattr(type(scheduler), key) or key == "optimizer"):
-            yield f"it cannot have a value '{printable(key, 40)}'"
+            yield f"it cannot have a value '{key}'"
     yield from _describe_kinds(saved, own)
     for key in own.keys() & saved.keys():
-        name, value = printable(key, 40), saved[key]
+        value = saved[key]
         is_zero = type(value) in (int, float) and value <= 0
         if (_is_usable(own[key]) and not _is_usable(value)) or (is_zero and key in _DIVISORS):
-            yield f"'{name}' is {printable(value, 40)}"
+            yield f"'{key}' is {value!s:.40}"
         elif key in _PER_GROUP and isinstance(value, list) and len(value) != len(own[key]):
-            yield f"'{name}' has {len(value)} values in the checkpoint and {len(own[key])} here"
+            yield f"'{key}' has {len(value)} values in the checkpoint and {len(own[key])} here"
 
 
 def _describe_kinds(saved: Any, here: Any) -> list[str]:
@@ -240,11 +235,10 @@ def _describe_kinds(saved: Any, here: Any) -> list[str]:
     for key, value in here.items():
         if key not in saved or None in (kinds := (_kind(saved[key]), _kind(value))):
             continue
-        name = printable(key, 40)
         if kinds[0] != kinds[1]:
-            lines.append(f"'{name}' is {kinds[0]} in the checkpoint and {kinds[1]} here")
+            lines.append(f"'{key}' is {kinds[0]} in the checkpoint and {kinds[1]} here")
         elif kinds[1] == "a list" and not _has_same_items(saved[key], value):
-            lines.append(f"'{name}' has other values in the checkpoint than here")
+            lines.append(f"'{key}' has other values in the checkpoint than here")
     return lines
 
 

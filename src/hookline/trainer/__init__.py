@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from hookline.trainer.factory import AccelerateTrainer, get_trainer
     from hookline.trainer.trainer import Trainer
-    from hookline.trainer.trainer_kinds import AccelerateTrainer, get_trainer
 
 __all__ = ["AccelerateTrainer", "Trainer", "get_trainer"]
 
@@ -16,6 +16,6 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "trainer": ("Trainer",),
-        "trainer_kinds": ("AccelerateTrainer", "get_trainer"),
+        "factory": ("AccelerateTrainer", "get_trainer"),
     },
 )

@@ -28,7 +28,6 @@ from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import check_supported
 from hookline.options import BuiltIn
-from hookline.printable import printable
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.jsonable import to_jsonable
 
@@ -188,12 +187,12 @@ def device_for(wanted: str | None, model: torch.nn.Module) -> torch.device:
 
 
 def checked_optimizers(
-    given: Any, model: torch.nn.Module, every: Sequence[int] | None
+    value: Any, model: torch.nn.Module, every: Sequence[int] | None
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers in a list; raise if they do not fit the model or each other."""
-    optimizers = [given]
-    if not isinstance(given, torch.optim.Optimizer):
-        optimizers = read_items("optimizers", given, "one torch.optim.Optimizer or several")
+    optimizers = [value]
+    if not isinstance(value, torch.optim.Optimizer):
+        optimizers = read_items("optimizers", value, "one torch.optim.Optimizer or several")
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArgumentError(
@@ -238,11 +237,11 @@ def _check_parameters(optimizers: list[torch.optim.Optimizer], model: torch.nn.M
         log.warning("No optimizer holds these parameters, so they are not trained: %s", without)
 
 
-def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+def match_schedulers(value: Any, optimizers: list[torch.optim.Optimizer]) -> list[Any]:
     """Return the schedulers in a list; raise if one has an optimizer that is not the trainer's."""
-    schedulers = [given]
-    if isinstance(given, list | tuple):
-        schedulers = read_items("schedulers", given, "a list of schedulers")
+    schedulers = [value]
+    if isinstance(value, list | tuple):
+        schedulers = read_items("schedulers", value, "a list of schedulers")
     schedulers = [scheduler for scheduler in schedulers if scheduler is not None]
     for scheduler in schedulers:
         made_for = read_attribute(scheduler, "optimizer")
@@ -260,9 +259,9 @@ def match_schedulers(given: Any, optimizers: list[torch.optim.Optimizer]) -> lis
 def check_same_training(trainer: Trainer) -> None:
     """Raise, in all processes, if their hooks, settings, optimizers or loaders differ."""
     processes = trainer.strategy.processes
-    own = {part: number_items(to_jsonable(value)) for part, value in _describe(trainer).items()}
+    own = {name: number_items(to_jsonable(value)) for name, value in _describe(trainer).items()}
     main = processes.broadcast(own)
-    other = next((part for part in own if list(own[part].items()) != [*main[part].items()]), None)
+    other = next((name for name in own if list(own[name].items()) != [*main[name].items()]), None)
     problem = None
     if other is not None:
         problem = _explain(other, processes.rank, main[other], own[other])
@@ -283,7 +282,7 @@ def require_all_processes(trainer: Trainer, function: str, *, unless: bool = Fal
 
 
 def _describe(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return what has to be the same in all processes, each part by its name in the message."""
+    """Return what has to be the same in all processes, by its name in the message."""
     config, names = trainer.config, set(TrainerConfig.model_fields) - set(_OWN)
     streams = {"training loaders": trainer.train_data, "validation loaders": trainer.val_data}
     return {
@@ -313,7 +312,7 @@ def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups}
 
 
-def _explain(part: str, rank: int, main: dict[str, Any], other: dict[str, Any]) -> str:
+def _explain(section: str, rank: int, main: dict[str, Any], other: dict[str, Any]) -> str:
     pairs = diff_configs(main, other)
     shown = [
         f"{name}: {_show(of_main)} in rank 0, {_show(of_other)} in rank {rank}"
@@ -322,12 +321,12 @@ def _explain(part: str, rank: int, main: dict[str, Any], other: dict[str, Any]) 
     if len(pairs) > _SHOWN:
         shown.append(f"and {len(pairs) - _SHOWN} more")
     advice = "Give all processes the same: they would wait for each other, or train other models."
-    if part == "hooks":
+    if section == "hooks":
         advice = (
             "Register the same hooks in all processes: `ranks='main'` of a hook says that it is "
             "called in rank 0 only."
         )
-    return printable(f"The {part} of the processes differ ({'; '.join(shown)}). {advice}", 2000)
+    return f"The {section} of the processes differ ({'; '.join(shown)}). {advice}"
 
 
 def _show(value: Any) -> str:

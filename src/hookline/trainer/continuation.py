@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.checkpoint_folder import Checkpoint, CheckpointShare, load_checkpoint
 from hookline.checkpoint.checkpoint_lookup import read_manifest
@@ -28,7 +29,7 @@ from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_trainer_state, reported_damage
-from hookline.printable import message_lines, printable
+from hookline.printable import message_lines
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
@@ -101,21 +102,21 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
     "auto" is the newest unfinished run of the same training. If the newest checkpoint of a run is
     damaged, an older one is used.
     """
-    given, runs = os.fspath(resume_from), trainer.config.runs
-    if given == "auto":
+    path, runs = os.fspath(resume_from), trainer.config.runs
+    if path == "auto":
         if runs is None:
             return None
         found, message = find_unfinished_run(runs, identity.describe(trainer.hooks.describe()))
         trainer.announce(message)
         return found
-    if "://" in given:
+    if "://" in path:
         into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
-        return fetch_checkpoint(given, into)
-    checkpoint = find_checkpoint(Path(given), verify=True)
+        return fetch_checkpoint(path, into)
+    checkpoint = find_checkpoint(Path(path), verify=True)
     folder = find_run_of_checkpoint(checkpoint)
     if folder is not None and runs is not None:
         read_run_manifest(folder)  # raises before anything is loaded, if it cannot be continued
-    if folder is not None and checkpoint.resolve() != Path(given).resolve():
+    if folder is not None and checkpoint.resolve() != Path(path).resolve():
         check_crash_loop(folder, checkpoint)  # not for a checkpoint that is named
     return checkpoint
 
@@ -135,7 +136,7 @@ def _restore(trainer: Trainer, checkpoint: Checkpoint, *, advice: str, strict: b
 def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     """Return the contents of a checkpoint, in all of a trainer's processes, or raise in all.
 
-    With sharded parameters, each process verifies the hashes of its own files, and reads its parts
+    With sharded parameters, each process verifies the hashes of its own files, and reads its shards
     of the weights, of their averages and of the optimizers' states.
     """
     strategy = trainer.strategy
@@ -160,7 +161,7 @@ def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
 
 
 def _own_share(trainer: Trainer) -> CheckpointShare:
-    """Return which parts of a checkpoint this process reads."""
+    """Return which tensors of a checkpoint this process reads, and what of them."""
     processes, model = trainer.strategy.processes, trainer.model
     weights = {name: value for name, value in model.state_dict().items() if is_sharded(value)}
     plain_names = {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
@@ -194,16 +195,18 @@ def _compare_settings(
     in_force = {**now, **{name: saved[name] for name in _RESTORED if name in saved}}
     if not used and not unused:
         return in_force, None
-    parts = ["The settings differ from those that the checkpoint was saved with."]
+    sentences = ["The settings differ from those that the checkpoint was saved with."]
     if used:
-        parts.append(f"Used from now on: {'; '.join(used)}.")
+        sentences.append(f"Used from now on: {'; '.join(used)}.")
     if unused:
-        parts.append(f"Without effect, because the checkpoint's are restored: {'; '.join(unused)}.")
-    parts.append(
+        sentences.append(
+            f"Without effect, because the checkpoint's are restored: {'; '.join(unused)}."
+        )
+    sentences.append(
         "To train on with other settings in a run of its own, use fit(fork_from=…), or "
         "`hookline train CONFIG --from RUN`."
     )
-    return in_force, " ".join(parts)
+    return in_force, " ".join(sentences)
 
 
 def _list_changes(
@@ -215,7 +218,8 @@ def _list_changes(
     before = {name: saved[name] for name in names if name in saved}
     pairs = diff_configs(number_items(before), number_items({n: now.get(n) for n in before}))
     return [
-        printable(f"{name} is {new!r} instead of {was!r}") for name, (was, new) in pairs.items()
+        f"{name} is {show_value(new)} instead of {show_value(was)}"
+        for name, (was, new) in pairs.items()
     ]
 
 

@@ -2,17 +2,16 @@
 
 Saved are the number of batches that were trained on in this epoch, for each loader its current pass
 (`LoaderPasses`) and the lengths of its earlier passes in the epoch, and all random states. To
-resume in the middle of an epoch, first the loaders' passes are continued at their batches. Then the
-stream runs through the epoch up to the checkpoint with placeholders instead of batches, so that
-the order of the loaders, their shares and their numbers are those of the run, too.
+resume in the middle of an epoch, the stream runs through it up to the checkpoint with placeholders
+instead of batches: so the order of the loaders and the numbers of their batches are those of the
+run. The loaders' passes are then continued at their batches.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from hookline.trainer.loader_passes import (
 
 log = logging.getLogger("hookline")
 
-_ORDER = 2  # how weighted loaders take turns; saved, because version 1 had another order
+_ORDER = 2  # in which weighted loaders are mixed; saved, because version 1 had another one
 
 _MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
 _DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
@@ -117,36 +116,19 @@ class DataPosition:
         loaders = saved["loaders"]
         for passes, before in zip(self._passes, loaders, strict=True):
             passes.restore_ended(before)
-        _, counts = self._run_through(stream, lambda idx: repeat(None))
-        delivered = [
-            max(counts[idx] - passes.ended_batches(), 0) for idx, passes in enumerate(self._passes)
-        ]
-        if stream.had_other_order() and saved.get("order") != _ORDER:
-            # A pass may be shorter than that.
-            lengths = [length_of(loader) for loader in stream.loaders]
-            delivered = [
-                n if length is None else min(n, length)
-                for n, length in zip(delivered, lengths, strict=True)
-            ]
-            log.warning(
-                "The checkpoint is of a version that mixed weighted loaders in another order. In "
-                "this epoch, some batches may be trained on twice, and others not at all."
-            )
+        delivered = [0] * len(loaders)  # in the passes that had not ended
+        rest: dict[int, Iterator[Any]] = {}
+        batches = self._replay(stream, delivered, rest)
         within: dict[int, Callable[[], Iterator[Any]]] = {}
         for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
             if before["pass"] is not None:
                 within[idx] = passes.continue_pass(before["pass"], delivered[idx])
+            elif delivered[idx]:
+                raise self._other_data(self.batches - delivered[idx])
             else:
                 passes.restore_workers(before["has_workers"], before["worker_seed"])
         self._restore_random_states(saved)
-        rest = {idx: start() for idx, start in within.items()}
-
-        def continue_pass(idx: int) -> Iterator[Any]:
-            if idx not in rest:
-                return self._start_pass(idx)
-            return chain(repeat(None, delivered[idx]), rest.pop(idx))
-
-        batches, _ = self._run_through(stream, continue_pass)
+        rest.update({idx: start() for idx, start in within.items()})
         restore_random_state(saved["now"], self._device)
         stream.started.update(
             id(loader) for loader in stream.loaders if isinstance(loader, Iterator)
@@ -154,13 +136,13 @@ class DataPosition:
         self._log_differences(loaders, delivered)
         return batches
 
-    def _run_through(
-        self, stream: Stream, continue_pass: Callable[[int], Iterator[Any]]
-    ) -> tuple[Iterator[Any], Counter[int]]:
+    def _replay(
+        self, stream: Stream, delivered: list[int], rest: dict[int, Iterator[Any]]
+    ) -> Iterator[Any]:
         """Run through the epoch up to the checkpoint, with placeholders instead of batches.
 
-        `continue_pass` gives the pass over a loader that was not over at the checkpoint. Return the
-        rest of the epoch, and how many batches each loader gave until then.
+        Count in `delivered` how many a pass that had not ended gave until then. Return the other
+        batches of the epoch, in which these passes go on with what `rest` has by then.
         """
         lengths = [passes.ended_lengths() for passes in self._passes]
 
@@ -168,16 +150,25 @@ class DataPosition:
             length = next(lengths[idx], None)
             return continue_pass(idx) if length is None else repeat(None, length)
 
+        def continue_pass(idx: int) -> Iterator[Any]:
+            while idx not in rest:
+                delivered[idx] += 1
+                yield None
+            yield from rest.pop(idx)
+
         stream.start_pass, stream.on_pass_end = start_pass, None
         batches = stream.epoch()
-        counts = Counter(loader_idx for _, _, loader_idx, _ in islice(batches, self.batches))
+        found = sum(1 for _ in islice(batches, self.batches))
         stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
-        if counts.total() < self.batches:
-            raise TrainingError(
-                f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, "
-                f"but the loaders have only {counts.total()}. Resume with the data of the run."
-            )
-        return batches, counts
+        if found < self.batches:
+            raise self._other_data(found)
+        return batches
+
+    def _other_data(self, found: int) -> TrainingError:
+        return TrainingError(
+            f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, but the "
+            f"loaders have only {found}. Resume with the data of the run."
+        )
 
     def _restore_random_states(self, saved: Mapping[str, Any]) -> None:
         for generator, state in zip(self._generators, saved["generators"], strict=True):
@@ -275,6 +266,12 @@ def describe_position(
             f"of their own, this trainer has {counts[0]} loaders with {counts[1]}. Resume with the "
             "loaders of the run.",
         ]
+    if saved["batches"] and stream.had_other_order() and saved.get("order") != _ORDER:
+        return [
+            *lines,
+            "The checkpoint is of a version that mixed weighted loaders in another order. Resume "
+            "from a checkpoint at the end of an epoch.",
+        ]
     several = list(zip(stream.names, stream.loaders, saved["loaders"], strict=True))
     others = [
         f"The train loader '{name}' {line}"
@@ -294,7 +291,7 @@ def describe_position(
     for name, loader, own in several:
         ended = sum(length * times for length, times in own["ended"])
         found = _describe_seed(own["worker_seed"])
-        if ended > saved["batches"] or any(0 in pair for pair in own["ended"]):
+        if ended > saved["batches"]:
             found.append("its passes are not valid")
         if own["pass"] is not None:
             found += _describe_pass(loader, own["pass"], own["samples"])

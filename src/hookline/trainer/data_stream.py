@@ -1,29 +1,51 @@
-"""Several loaders as one stream of batches, the same in every epoch and after every resume.
+"""Loaders as one stream of batches: named, sharded over the processes, and mixed.
 
 `MixConfig` says which loader the next batch comes from (`order`; a *round* is one batch of each
 loader, one pattern, or with weights one batch), where the epoch ends (`length`), and whether a
 loader that is exhausted before starts again (`on_exhausted`). "longest" are the fewest whole rounds
 that take each loader to its end, "shortest" the most whole rounds before any loader would start
-again. Every epoch starts every loader from its beginning.
+again. Every epoch starts every loader from its beginning, and is the same after every resume.
 
 `iter(loader)` is called once per pass over a loader, when the first batch of that pass is due and
 not earlier: a DataLoader draws its seed from torch's random numbers there. No batch is loaded
-before its turn. So the end of a loader without `len()` is seen when its next batch is due:
+before it is due. So the end of a loader without `len()` is seen when its next batch is due:
 "shortest" ends there and "longest" when the end of every loader was seen, also within a round.
+
+Several processes draw the same order, with the random states of rank 0, and each takes every n-th
+batch: together they train on the batches that one process would train on. The last round is filled
+up with batches from the beginning, so that all processes have equally many. Validation is not
+filled up: a process may have fewer batches, or none.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import chain, count, cycle, islice, repeat
 from typing import Any, Final, Literal
 
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
 from hookline.arguments import show_value
 from hookline.config.trainer_config import MixConfig
 from hookline.errors import ArgumentError, listed, nearest
+from hookline.loop.processes import SingleProcessGroup
+from hookline.loop.random_state import (
+    draw_apart,
+    generators_of,
+    loader_random_state,
+    random_state,
+    restore_loader_random_state,
+    restore_random_state,
+)
 
+_CPU = torch.device("cpu")
 _END: Final = object()
 _Tuple = tuple[Any, int, int, str]  # a batch, its number within loader and epoch, and its loader
 
@@ -43,7 +65,7 @@ class Stream:
             error; a mapping says what is meant: `{"train": batches}`.
         mixing: how several become one.
         what: the name of a single loader that has none: "train" or "val".
-        may_be_empty: whether a loader may have no batch, as the share of one of several processes.
+        may_be_empty: whether a loader may have no batch, as one of several processes may.
 
     Raises:
         TypeError: something is not a loader, or lacks a length that the mixing needs.
@@ -88,7 +110,7 @@ class Stream:
     def check_restartable(self, epochs: int) -> None:
         """Raise if a loader is an iterator, which has batches for one epoch only."""
         for name, loader in zip(self.names, self.loaders, strict=True):
-            loader = getattr(loader, "whole_loader", loader)  # of which it is a share
+            loader = getattr(loader, "whole_loader", loader)  # which is sharded
             if epochs > 1 and isinstance(loader, Iterator):
                 raise self._not_restartable(name, loader, f"{epochs} epochs are asked for")
 
@@ -114,7 +136,7 @@ class Stream:
     def _check(self) -> None:
         lengths, mixing = self._lengths(), self._mixing
         for name, loader in zip(self.names, self.loaders, strict=True):
-            whole = getattr(loader, "whole_loader", None)  # of which it is a share
+            whole = getattr(loader, "whole_loader", None)  # which is sharded
             if length_of(loader if whole is None else whole) == 0 and (
                 whole is not None or not self._may_be_empty
             ):
@@ -165,14 +187,19 @@ class Stream:
         batches = chain.from_iterable(self._passes(cycle(once) if repeats else once))
         return islice(batches, wanted) if isinstance(wanted, int) else batches
 
-    def _passes(self, order: Iterable[int]) -> Iterator[Iterator[_Tuple]]:
+    def _passes(
+        self, order: Iterable[int], is_last: Callable[[int], bool] = lambda idx: False
+    ) -> Iterator[Iterator[_Tuple]]:
+        """Iterate over passes in this order of loaders, up to one of which `is_last` is true."""
         loaded = [0] * len(self.names)
-        for i in order:
-            numbers = count(loaded[i])
-            yield zip(self.one_pass(i), numbers, repeat(i), repeat(self.names[i]))
-            before, loaded[i] = loaded[i], next(numbers)
+        for idx in order:
+            numbers = count(loaded[idx])
+            yield zip(self.one_pass(idx), numbers, repeat(idx), repeat(self.names[idx]))
+            before, loaded[idx] = loaded[idx], next(numbers)
             if self.on_pass_end is not None:
-                self.on_pass_end(i, loaded[i] - before)
+                self.on_pass_end(idx, loaded[idx] - before)
+            if is_last(idx):
+                return
 
     def one_pass(self, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
@@ -190,62 +217,32 @@ class Stream:
             raise self._no_batches(name)
         return chain(map([first].pop, [0]), iterator)  # popped, so that it is freed
 
-    # Several loaders in turns.
+    # Several loaders, mixed.
 
     def _mixed(self, order: LoaderOrder) -> Iterator[_Tuple]:
-        wanted, total = self._mixing.length, self.length()
-        loaders = [_LoaderBatches(self, idx) for idx in range(len(self.names))]
-        if total is not None and (wanted == "shortest" or self._mixing.on_exhausted == "cycle"):
-            return islice((loaders[idx].load_cycling() for idx in order.turns()), total)
-        batches = self._until_ended(loaders, order)
-        return islice(batches, wanted) if isinstance(wanted, int) else batches
-
-    def _until_ended(self, loaders: list[_LoaderBatches], order: LoaderOrder) -> Iterator[_Tuple]:
-        """Yield batches until one loader has ended, or all have, as the settings say."""
-        drops, is_shortest = self._mixing.on_exhausted == "drop", self._mixing.length == "shortest"
+        """Return batches up to the epoch's length, or until one loader has ended, or all have."""
+        wanted, total, n = self._mixing.length, self.length(), len(self.names)
+        drops, is_shortest = self._mixing.on_exhausted == "drop", wanted == "shortest"
+        counts = total is not None and (is_shortest or not drops)  # where the epoch ends
         ended: set[int] = set()
-        for idx in order.turns(ended if drops else frozenset()):
-            loaded = loaders[idx].load()
-            if loaded is None:
-                ended.add(idx)
-                if is_shortest or len(ended) == len(loaders):
+
+        def is_last(idx: int) -> bool:
+            ended.add(idx)
+            return not counts and (drops or is_shortest or len(ended) == n)
+
+        loaders = [chain.from_iterable(self._passes(repeat(idx), is_last)) for idx in range(n)]
+
+        def draw() -> Iterator[_Tuple]:
+            for idx in order.draw(ended if drops else frozenset()):
+                batch = next(loaders[idx], None)
+                if batch is not None:
+                    yield batch
+                elif is_shortest or len(ended) == n:
                     return
-                if drops:
-                    continue
-                loaded = loaders[idx].load_cycling()
-            yield loaded
+                batch = None  # freed before the next one is loaded
 
-
-class _LoaderBatches:
-    """The batches of one loader within an epoch, pass after pass."""
-
-    def __init__(self, stream: Stream, idx: int) -> None:
-        self._stream, self._idx, self._name = stream, idx, stream.names[idx]
-        self._count = 0
-        self._batches = chain.from_iterable(self._pass())
-
-    def _pass(self) -> Iterator[Iterator[Any]]:
-        before = self._count
-        yield self._stream.one_pass(self._idx)
-        if self._stream.on_pass_end is not None:
-            self._stream.on_pass_end(self._idx, self._count - before)
-
-    def load(self) -> _Tuple | None:
-        """Return the next batch of this pass; None at its end."""
-        batch = next(self._batches, _END)
-        if batch is _END:
-            return None
-        self._count += 1
-        return batch, self._count - 1, self._idx, self._name
-
-    def load_cycling(self) -> _Tuple:
-        """Return the next batch; after the last one, start again."""
-        loaded = self.load()
-        if loaded is None:
-            self._batches = chain.from_iterable(self._pass())
-            loaded = self.load()
-        assert loaded is not None  # an empty pass has raised
-        return loaded
+        limit = total if counts else wanted
+        return islice(draw(), limit if isinstance(limit, int) else None)
 
 
 class LoaderOrder:
@@ -258,44 +255,44 @@ class LoaderOrder:
         self._weights, self._pattern = weights, pattern
         self.round_size = len(pattern) or 1
 
-    def turns(self, dropped: Set[int] = frozenset()) -> Iterator[int]:
-        """Yield loaders without end, apart from those that are dropped at their turn."""
+    def draw(self, dropped: Set[int] = frozenset()) -> Iterator[int]:
+        """Yield loaders without end, apart from those that are dropped meanwhile."""
         if self._pattern:
             return (idx for idx in cycle(self._pattern) if idx not in dropped)
-        return self._weighted_turns(dropped)
+        return self._draw_weighted(dropped)
 
-    def _weighted_turns(self, dropped: Set[int]) -> Iterator[int]:
-        """Yield the loader that is furthest behind its share: smooth weighted round-robin."""
+    def _draw_weighted(self, dropped: Set[int]) -> Iterator[int]:
+        """Yield the loader that is furthest behind: smooth weighted round-robin."""
         while True:
             left = {idx: w for idx, w in enumerate(self._weights) if idx not in dropped}
             total, behind = sum(left.values()), dict.fromkeys(left, 0)
             while left.keys().isdisjoint(dropped):
                 for idx, weight in left.items():
                     behind[idx] += weight
-                turn = max(left, key=behind.__getitem__)
-                behind[turn] -= total
-                yield turn
+                chosen = max(left, key=behind.__getitem__)
+                behind[chosen] -= total
+                yield chosen
 
     def longest(self, lengths: Sequence[int]) -> int:
         """Return the batches in the fewest rounds that take each loader to its end."""
-        return -(-max(self._turn_of_each(lengths)) // self.round_size) * self.round_size
+        return -(-max(self._places_of(lengths)) // self.round_size) * self.round_size
 
     def shortest(self, lengths: Sequence[int]) -> int:
         """Return the batches in the most rounds in which no loader starts again."""
-        again = min(self._turn_of_each([own + 1 for own in lengths]))
+        again = min(self._places_of([own + 1 for own in lengths]))
         return (again - 1) // self.round_size * self.round_size
 
-    def _turn_of_each(self, numbers: Sequence[int]) -> list[int]:
-        """Return in which turn each loader gives its n-th batch; looks at one period at most."""
+    def _places_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return as which batch the n-th of each loader comes; looks at one period at most."""
         periods = [divmod(n - 1, weight) for n, weight in zip(numbers, self._weights, strict=True)]
         found = [whole * sum(self._weights) for whole, _ in periods]
         left = {idx: rest + 1 for idx, (_, rest) in enumerate(periods)}
-        for turn, idx in enumerate(self.turns(), 1):
+        for place, idx in enumerate(self.draw(), 1):
             if idx in left:
                 left[idx] -= 1
                 if not left[idx]:
                     del left[idx]
-                    found[idx] += turn
+                    found[idx] += place
             if not left:
                 break
         return found
@@ -304,11 +301,11 @@ class LoaderOrder:
 def _make_order(mixing: MixConfig, names: list[str]) -> LoaderOrder | None:
     """Return the order of several loaders; None for one loader after the other."""
     if mixing.weights is not None:
-        given = mixing.weights
-        if not isinstance(given, Mapping):
-            given = {(names[i : i + 1] or [str(i)])[0]: weight for i, weight in enumerate(given)}
-        _check_names("weights", given, names)
-        order = LoaderOrder(_to_integers([given[name] for name in names]))
+        weights = mixing.weights
+        if not isinstance(weights, Mapping):
+            weights = {(names[i : i + 1] or [str(i)])[0]: w for i, w in enumerate(weights)}
+        _check_names("weights", weights, names)
+        order = LoaderOrder(_to_integers([weights[name] for name in names]))
     elif mixing.pattern is not None:
         in_range = range(len(names))
         named = [
@@ -396,9 +393,9 @@ def _kind(item: Any) -> Literal["loader", "batch", "unclear"]:
         return "batch"
     if not isinstance(item, list | tuple):
         return "loader"
-    if any(_is_array(part) for part in item):
+    if any(map(_is_array, item)):
         return "batch"
-    of_batches = all(_holds_arrays(part) for part in item)
+    of_batches = all(map(_holds_arrays, item))
     # A tuple of tuples of tensors is as likely a batch as it is a loader.
     return "loader" if of_batches and isinstance(item, list) else "unclear"
 
@@ -426,3 +423,168 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):  # a DataLoader over a stream has a len() that raises
         return None
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+class ShardedItems:
+    """The items of this process, every n-th, of a sampler, a batch sampler or a loader.
+
+    Of a loader, every process loads all batches. If items after the first may use global random
+    numbers (`draws_late`), they get a sequence of their own: training uses these numbers in
+    between, and other ones in each process.
+
+    Args:
+        source: what gives the items.
+        loader: what has the generators that the source uses.
+        processes: the processes that train together.
+        draws_late: see above.
+        fill: whether the last round is filled up.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        loader: Any,
+        processes: SingleProcessGroup,
+        *,
+        draws_late: bool,
+        fill: bool,
+    ) -> None:
+        self._source, self._loader, self._processes = source, loader, processes
+        self._draws_late, self._fill = draws_late, fill
+
+    def __len__(self) -> int:
+        length = length_of(self._source)
+        if length is None:
+            raise TypeError(f"A {type(self._source).__name__} has no len()")
+        rank, size = self._processes.rank, self._processes.size
+        return -(-length // size) if self._fill else len(range(rank, length, size))
+
+    def __iter__(self) -> Iterator[Any]:
+        rank, size = self._processes.rank, self._processes.size
+        is_list = isinstance(self._source, list | tuple)
+        items = iter(self._source) if is_list else self._draw_alike()
+        first: list[Any] = []  # items of the beginning, to fill up the last round
+        while True:
+            items_of_all = list(islice(items, size))
+            first += items_of_all[: size - len(first)]
+            is_last = len(items_of_all) < size
+            if is_last and items_of_all and self._fill:
+                items_of_all = list(islice(chain(items_of_all, cycle(first)), size))
+            if len(items_of_all) > rank:
+                yield items_of_all[rank]
+            if is_last:
+                return
+
+    def _draw_alike(self) -> Iterator[Any]:
+        """Iterate with the random states of rank 0, so that all processes get the same items."""
+        generators = generators_of([self._loader])
+        own = loader_random_state(generators)
+        restore_loader_random_state(self._processes.broadcast(own), generators)
+        items = iter(self._source)
+        first = next(items, _END)  # samplers draw their order here
+        after_first = random_state(_CPU) if self._draws_late else None
+        if not self._processes.is_main:
+            restore_random_state(own["random"], _CPU)
+        if first is not _END:
+            yield first
+            yield from items if after_first is None else draw_apart(items, after_first)
+
+
+def shard_loaders(
+    loaders: Any, processes: SingleProcessGroup, what: str, *, fill: bool
+) -> dict[str, Any]:
+    """Return the loaders by name, each with the batches of this process, filled up or not.
+
+    A loader whose sampler is a `DistributedSampler`, or that saves its own position, is sharded
+    already and stays as it is.
+    """
+    return {
+        name: loader if _is_sharded(loader) else _shard_loader(loader, processes, fill=fill)
+        for name, loader in name_loaders(loaders, what).items()
+    }
+
+
+def _is_sharded(loader: Any) -> bool:
+    saves_position = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return saves_position or any(isinstance(s, DistributedSampler) for s in _samplers(loader))
+
+
+def _shard_loader(loader: Any, processes: SingleProcessGroup, *, fill: bool) -> Any:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        late = not getattr(loader, "num_workers", 0)  # workers have seeds of their own
+        batches: Any = ShardedItems(loader, loader, processes, draws_late=late, fill=fill)
+        batches.whole_loader = loader
+        return batches
+    sharded = copy.copy(loader)
+    replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    inner = getattr(loader, replaced)
+    is_torch = [type(one).__module__.startswith("torch.") for one in (inner, *_samplers(inner))]
+    late = not all(is_torch)
+    sampler: Any = ShardedItems(inner, loader, processes, draws_late=late, fill=fill)
+    sampler.sampler = inner  # samplers are looked for within samplers
+    # Not by assignment: a DataLoader refuses to change these after its construction.
+    sharded.__dict__[replaced] = sampler
+    sharded.whole_loader = loader  # for the run's manifest
+    if loader.num_workers:
+        sharded.worker_init_fn = _WorkerStart(loader.worker_init_fn)
+    return sharded
+
+
+class _WorkerStart:
+    """Starts a worker that only its own process may end, not a SIGTERM to all processes of a job.
+
+    torchrun forwards SIGTERM to workers of loaders, too. A process without workers could not take
+    part in the step after which all processes save.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
+        self._init = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+        if self._init is not None:
+            self._init(worker_id)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that has started it sends SIGTERM; ignore it of others."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
+
+
+def end_together(batches: Iterator[Any], processes: SingleProcessGroup) -> Iterator[Any]:
+    """Iterate over batches until one of the processes has no more; asks them for each batch."""
+    while True:
+        batch = next(batches, _END)
+        (is_over,) = processes.any(batch is _END)
+        if is_over:
+            return
+        yield batch
+
+
+def set_loader_epoch(loaders: Iterable[Any], epoch: int) -> None:
+    """Call `set_epoch` of the loaders, their samplers and datasets that have it."""
+    for loader in loaders:
+        inner = getattr(loader, "whole_loader", loader)
+        for one in (inner, getattr(inner, "dataset", None), *_samplers(inner)):
+            set_epoch = getattr(one, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a loader, also those within a batch sampler."""
+    found: list[Any] = []
+    waiting = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+    while waiting:
+        sampler = waiting.pop()
+        if sampler is not None and not any(sampler is one for one in found):
+            found.append(sampler)
+            waiting.append(getattr(sampler, "sampler", None))
+    return found

@@ -67,7 +67,7 @@ def save_after_crash(trainer: Trainer) -> None:
     if strategy.is_sharded and strategy.is_distributed:
         log.warning(
             "The state after the exception is not saved (checkpoints.on_crash): this process "
-            "has a part of the model, and the others may not be there any more.",
+            "has a shard of the model, and the others may not be there any more.",
             extra={"own_rank": True},
         )
         return

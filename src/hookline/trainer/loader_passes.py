@@ -35,12 +35,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from hookline.errors import CheckpointError
 from hookline.loop.random_state import (
-    generator_state,
     generators_of,
     is_same_state,
+    loader_random_state,
     random_state,
+    restore_loader_random_state,
     restore_random_state,
-    set_generator_state,
 )
 from hookline.trainer.data_stream import length_of
 
@@ -101,7 +101,7 @@ class LoaderPasses:
 
     def start(self) -> Iterator[Any]:
         """Start a pass."""
-        self._start = pass_state(self._generators)
+        self._start = loader_random_state(self._generators)
         return iter(self.loader)
 
     def end(self, length: int) -> None:
@@ -157,7 +157,7 @@ class LoaderPasses:
 
         This changes the random states. They are restored before the function is called.
         """
-        restore_pass_state(saved["start"], self._generators)
+        restore_loader_random_state(saved["start"], self._generators)
         iterator = self.start()
         self._start = saved["start"]
         log.info("Loading %d batches of the train loader '%s' again.", delivered, self.name)
@@ -236,16 +236,14 @@ class DataLoaderPasses(LoaderPasses):
 
     def start(self) -> Iterator[Any]:
         """Start a pass."""
-        self._start = pass_state(self._generators)
+        self._start = loader_random_state(self._generators)
         self._reuses_workers = self.has_workers
-        self._begin(self._start, draws_seed=not self._reuses_workers)
+        self._sampler.begin(self._pass_seed_key(), draws_seed=not self._reuses_workers)
         return self._iterate(self.loader.generator)
 
-    def _begin(self, start: dict[str, Any], *, draws_seed: bool) -> None:
-        key = self._seed_key
-        if key is not None:
-            key = (*key, sum(times for _, times in self._ended))
-        self._sampler.begin(start, key, draws_seed=draws_seed)
+    def _pass_seed_key(self) -> SeedKey:
+        ended = sum(times for _, times in self._ended)
+        return None if self._seed_key is None else (*self._seed_key, ended)
 
     def indices_of(self, batch_idx: int) -> Any:
         """Return the indices of a recent batch, by its number in the epoch; None if unknown."""
@@ -283,7 +281,7 @@ class DataLoaderPasses(LoaderPasses):
             self.restore_workers(saved["reuses_workers"], saved["worker_seed"])
             return super().continue_pass(saved, delivered)
         self._start, self._reuses_workers = dict(saved["start"]), saved["reuses_workers"]
-        self._begin(self._start, draws_seed=False)
+        self._sampler.begin(self._pass_seed_key(), draws_seed=False)
         self.draws_late = self._sampler.load_state_dict(saved["indices"], delivered)
         self._sampler.worker_seed = saved["worker_seed"]
         self.loader._iterator = None  # of another pass
@@ -301,21 +299,6 @@ def generator_with(state: torch.Tensor | None) -> torch.Generator:
     if state is not None:
         generator.set_state(state.cpu())
     return generator
-
-
-def pass_state(generators: Sequence[Any]) -> dict[str, Any]:
-    """Return the states of the global generators and of these."""
-    return {
-        "random": random_state(_CPU),
-        "generators": [generator_state(generator) for generator in generators],
-    }
-
-
-def restore_pass_state(state: Mapping[str, Any], generators: Sequence[Any]) -> None:
-    """Restore the states that `pass_state` returned."""
-    restore_random_state(state["random"], _CPU)
-    for generator, saved in zip(generators, state["generators"], strict=True):
-        set_generator_state(generator, saved)
 
 
 def _skip(items: Iterator[Any], n: int, what: str) -> bool:
@@ -350,24 +333,20 @@ class IndexSampler:
         self._recent: deque[Any] = deque(maxlen=ahead + 2)
         self._continued: Iterator[Any] | None = None
         self._draws_seed = False
-        self._is_new = False
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def begin(self, start: dict[str, Any], seed_key: SeedKey, *, draws_seed: bool) -> None:
+    def begin(self, seed_key: SeedKey, *, draws_seed: bool) -> None:
         """Prepare a new pass; the loader then draws a seed for new workers, or not."""
         self._seed_key, self._draws_seed = seed_key, draws_seed
-        self._start, self._is_new = start, True
         self._first = self._continued = None
 
     def __iter__(self) -> Iterator[Any]:
         # A loader with workers calls this twice when it starts them; the second call counts.
         if self._continued is not None:
             return self._continued
-        if not self._is_new:
-            self._start = pass_state(self._generators)
-        self._is_new = False
+        self._start = loader_random_state(self._generators)
         self._first, self._drawn, self._is_over = None, 0, False
         self._recent.clear()
         indices = iter(self._sampler)
@@ -408,9 +387,9 @@ class IndexSampler:
         if not 0 <= waiting <= len(recent):
             waiting = 0
         drawn = delivered + waiting
-        restore_pass_state(state["start"], self._generators)
+        restore_loader_random_state(state["start"], self._generators)
         indices = iter(self._sampler)
-        restore_pass_state(state["first"], self._generators)
+        restore_loader_random_state(state["first"], self._generators)
         draws_late = _skip(indices, drawn, "a loader's sampler")
         if state["is_over"]:  # a sampler may draw random numbers at its end, too
             next(indices, None)
@@ -423,7 +402,7 @@ class IndexSampler:
 
     def _draw(self, indices: Iterator[Any]) -> Iterator[Any]:
         if self._first is None:
-            self._first = pass_state(self._generators)
+            self._first = loader_random_state(self._generators)
         for index in indices:
             self._drawn += 1
             self._recent.append(index)

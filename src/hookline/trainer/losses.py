@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from hookline.arguments import show_value
 from hookline.errors import TrainingError
 from hookline.loop.event_context import EventContext
-from hookline.printable import printable
 from hookline.tensors.nested import describe_structure
 
 log = logging.getLogger("hookline")
@@ -194,8 +193,7 @@ class BatchPlace(NamedTuple):
     batch_idx: int
 
     def __str__(self) -> str:
-        loader = printable(self.loader)
-        return f"It was in epoch {self.epoch}, loader '{loader}', batch {self.batch_idx}."
+        return f"It was in epoch {self.epoch}, loader '{self.loader}', batch {self.batch_idx}."
 
 
 class LossCheck:

@@ -1,7 +1,7 @@
 """The progress display: a bar in a terminal, one display in Jupyter, lines elsewhere.
 
-The trainer calls `advance` for each batch, which must cost almost nothing. It therefore counts
-down, reads the clock every few batches only, and a loss is read only when it is shown.
+The trainer calls `advance` for each batch, which must cost almost nothing: it counts, looks at the
+clock, and reads a loss only when it is shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
-from hookline.printable import printable, printable_message
+from hookline.printable import printable_message
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     Loss = LazyFloat | torch.Tensor | float | None
 
 Kind = Literal["auto", "bar", "plain", "jupyter", "off"]
-MAX_GAP = 16  # batches between two looks at the clock, few in case batches become slow
 WINDOW = 30.0  # seconds that speed and time left are computed from
 
 
@@ -50,9 +49,8 @@ class Progress:
         self._first_step = self._step = first_step
         self._loss: Loss = None
         self._earlier_loss: Loss = None
-        self._due = self._checked = self._started = self._clock()  # due: the first batch is shown
+        self._due = self._started = self._clock()  # due: the first batch is shown
         self._broken = False
-        self._gap = self._countdown = 1
         self.epoch(0, None)
 
     def start(self, *, epochs: int | None, steps: int | None, first_step: int = 0) -> None:
@@ -68,27 +66,17 @@ class Progress:
         `batches` is the number of its batches, None if it is not known.
         """
         self._epoch, self._batches, self._batches_seen = epoch, batches, seen
-        self._gap = self._countdown = 1
         if self._step == self._first_step:  # speed is measured from here, also in a resumed run
             self._samples = deque([(self._clock(), self._step, self._position()[0])])
 
     def advance(self, step: int, loss: Loss) -> None:
         """Count a batch, after which `step` steps are complete."""
         self._step, self._loss = step, loss
-        self._countdown -= 1
-        if not self._countdown:
-            self._check()
-
-    def _check(self) -> None:
-        """Read the clock, show what is due, and choose when to read the clock again."""
+        self._batches_seen += 1
         now = self._clock()
-        most = self._interval(now) / 4 * self._gap / max(now - self._checked, 1e-9)
-        self._checked = now
-        self._batches_seen += self._gap
-        self._gap = self._countdown = max(1, int(min(most, 2 * self._gap, MAX_GAP)))
         if now >= self._due and self._running:
-            earlier, self._earlier_loss = self._earlier_loss, self._loss
-            self._attempt(self._show, now, self._loss if self.waits or earlier is None else earlier)
+            earlier, self._earlier_loss = self._earlier_loss, loss
+            self._attempt(self._show, now, loss if self.waits or earlier is None else earlier)
             self._due = now + self._interval(now)
 
     def validation(self, metrics: Mapping[str, Any], epoch: int, step: int) -> None:
@@ -96,8 +84,8 @@ class Progress:
         if not self.shows:  # reading them would wait for the device
             return
         numbers = {name: _number(value) for name, value in metrics.items()}
-        parts = [f"{printable(name, 100)} {text}" for name, text in numbers.items() if text]
-        self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}  step {step}", *parts]))
+        shown = [f"{name:.100} {text}" for name, text in numbers.items() if text]
+        self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}  step {step}", *shown]))
 
     def say(self, text: str) -> None:
         """Show a message without damaging the display."""
@@ -134,16 +122,15 @@ class Progress:
         """Return the position and the end: in steps if that is known, otherwise in epochs."""
         if self._steps is not None:
             return self._step, self._steps
-        seen = self._batches_seen + self._gap - self._countdown
-        part = min(1.0, seen / self._batches) if self._batches else 0.0
-        return self._epoch + part, self._epochs if self._batches else None
+        done = min(1.0, self._batches_seen / self._batches) if self._batches else 0.0
+        return self._epoch + done, self._epochs if self._batches else None
 
     def _fraction(self) -> float | None:
         position, end = self._position()
         return None if end is None else min(1.0, position / end) if end else 1.0
 
-    def _parts(self, now: float, loss: Loss) -> dict[str, str]:
-        """Return the parts to show, in order, without those that are not known."""
+    def _fields(self, now: float, loss: Loss) -> dict[str, str]:
+        """Return the texts to show, in order, without those that are not known."""
         samples, (position, end) = self._samples, self._position()
         while len(samples) > 1 and samples[1][0] < now - WINDOW:
             samples.popleft()
@@ -154,7 +141,7 @@ class Progress:
         left = None
         if end is not None and position > position_then:
             left = max(0.0, end - position) * (now - then) / (position - position_then)
-        parts = {
+        fields = {
             "epoch": f"epoch {_of(self._epoch + 1, self._epochs)}",
             "percent": "" if fraction is None else f"{fraction:.0%}",
             "step": f"step {_of(self._step, self._steps)}",
@@ -163,7 +150,7 @@ class Progress:
             "elapsed": _duration(now - self._started),
             "left": "" if left is None else f"left {_duration(left)}",
         }
-        return {name: text for name, text in parts.items() if text}
+        return {name: text for name, text in fields.items() if text}
 
     def _interval(self, now: float) -> float:
         return 1 / 8
@@ -188,9 +175,9 @@ class PlainProgress(Progress):
 
     def _show(self, now: float, loss: Loss) -> None:
         if self._running or self._shown_step != self._step:  # the last one may be shown already
-            parts = self._parts(now, loss)
-            shown = (parts.get(name) for name in ("epoch", "step", "loss", "rate", "left"))
-            self._print("  ".join(part for part in shown if part))
+            fields = self._fields(now, loss)
+            shown = (fields.get(name) for name in ("epoch", "step", "loss", "rate", "left"))
+            self._print("  ".join(text for text in shown if text))
         self._shown_step = self._step if self._running else -1
 
     def _print(self, text: str) -> None:
@@ -234,24 +221,24 @@ class BarProgress(Progress):
         self._cleanup.close()  # the bar stays where it is
 
     def _show(self, now: float, loss: Loss) -> None:
-        self._live.update(self._line(self._parts(now, loss)), refresh=True)
+        self._live.update(self._line(self._fields(now, loss)), refresh=True)
 
-    def _line(self, parts: dict[str, str]) -> Any:
+    def _line(self, fields: dict[str, str]) -> Any:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         room = 0
         for name in ("", "elapsed", "rate", "epoch"):  # dropped in this order on a narrow terminal
-            parts.pop(name, None)
-            room = self._console.width - sum(len(part) + 2 for part in parts.values()) - 3
+            fields.pop(name, None)
+            room = self._console.width - sum(len(text) + 2 for text in fields.values()) - 3
             if room >= 8:
                 break
-        epoch, fraction = parts.pop("epoch", ""), self._fraction()
+        epoch, fraction = fields.pop("epoch", ""), self._fraction()
         cells: list[Any] = [Text(epoch, "bold", no_wrap=True, overflow="crop")] if epoch else []
         if fraction is not None and room >= 8:
             cells.append(ProgressBar(total=1.0, completed=fraction, width=min(40, room)))
-        cells.append(Text("  ".join(parts.values()), "cyan", no_wrap=True, overflow="crop"))
+        cells.append(Text("  ".join(fields.values()), "cyan", no_wrap=True, overflow="crop"))
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_row(*cells)
         return line
@@ -272,7 +259,7 @@ class JupyterProgress(Progress):
         self._handle = display({"text/plain": ""}, raw=True, display_id=True)
 
     def _show(self, now: float, loss: Loss) -> None:
-        line, fraction = "  ".join(self._parts(now, loss).values()), self._fraction()
+        line, fraction = "  ".join(self._fields(now, loss).values()), self._fraction()
         bar = "" if fraction is None else f'<progress value="{fraction:.4f}"></progress> '
         shown = {"text/plain": line, "text/html": f"{bar}<code>{html.escape(line)}</code>"}
         self._handle.update(shown, raw=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hookline.loop.checkpoints import numbers_in
-from hookline.loop.loop_state import StateItem
 from hookline.loop.processes import SingleProcessGroup
+from hookline.loop.state import StateItem
 from hookline.tensors.sharded import shard_like
 from hookline.trainer.data_position import adapt_position, describe_position
 from hookline.trainer.strategies import parameters_of

@@ -54,11 +54,11 @@ from hookline.errors import (
 )
 from hookline.hook import Hook
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
+from hookline.loop.broadcasts import broadcast_buffers
 from hookline.loop.control_requests import ControlRequests, SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter
 from hookline.loop.event_context import EventContext, zero_grad
 from hookline.loop.loop import Loop, Phase, announce
-from hookline.loop.loop_state import SavedAttributes
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
 from hookline.loop.random_state import (
@@ -67,10 +67,9 @@ from hookline.loop.random_state import (
     seed_everything,
     set_generator_state,
 )
-from hookline.loop.rank_sync import RankMetrics
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
-from hookline.loop.weight_sharing import share_buffers
+from hookline.loop.state import SavedAttributes
 from hookline.runs.run import Kind, RemoteRun
 from hookline.runs.run_lookup import shorten_path
 from hookline.trackers.tracker_set import make_tracker_set
@@ -90,7 +89,7 @@ from hookline.trainer.checks import (
 )
 from hookline.trainer.continuation import describe_settings, fork, resume
 from hookline.trainer.data_position import DataPosition
-from hookline.trainer.data_stream import Stream
+from hookline.trainer.data_stream import Stream, end_together, set_loader_epoch, shard_loaders
 from hookline.trainer.lifecycle import (
     describe_run,
     save_after_crash,
@@ -108,7 +107,6 @@ from hookline.trainer.losses import (
 )
 from hookline.trainer.preemption import Preempted, requeue, save_for_signal
 from hookline.trainer.progress import make_progress
-from hookline.trainer.sharded_loader import end_together, set_loader_epoch, share_loaders
 from hookline.trainer.state_items import EpochProgress, make_items
 from hookline.trainer.strategies import (
     SingleProcess,
@@ -212,7 +210,6 @@ class Trainer:
         )
         self.hooks, context = self._make_hooks(hooks, listed_hooks)
         self.loop = self._make_loop(context)
-        self._rank_metrics = RankMetrics(self.strategy.processes.rank, self.device)
         self._watch = ModelWatch(self.model, self.loop)
         self._validation = Validation(self.loop, self.strategy, self.model, self.compute_loss)
         self._trackers = make_tracker_set(trackers)
@@ -233,8 +230,10 @@ class Trainer:
         context.epoch = context.batch_idx = context.dataloader_idx = 0
         context.batch, context.dataloader_name = None, ""
         tokens.restart()
-        configured, given = (hooks, ()) if isinstance(hooks, Mapping) else (None, hooks)
-        registry = HookRegistry(self.config.hooks, hooks=given, source=context)
+        configured: Mapping[str, Any] | None = None
+        if isinstance(hooks, Mapping):
+            configured, hooks = hooks, ()
+        registry = HookRegistry(self.config.hooks, hooks=hooks, source=context)
         registry.add_configured(listed_hooks)
         registry.add_configured(configured)
         registry.add_default(IdentityUpdate())
@@ -336,10 +335,10 @@ class Trainer:
             raise TrainingError("There is no data to train on. Give a loader: fit(loader).")
 
     def _make_stream(self, loaders: Any, what: Literal["train", "val"]) -> Stream:
-        """Return a stream of this process's share; it may have no batch to validate on."""
+        """Return a stream of this process's batches; it may have none to validate on."""
         is_distributed, is_train = self.strategy.is_distributed, what == "train"
         if is_distributed and self.config.shard_loaders:
-            loaders = share_loaders(loaders, self.strategy.processes, what, fill=is_train)
+            loaders = shard_loaders(loaders, self.strategy.processes, what, fill=is_train)
         mixing = self.config.loaders if is_train else None
         return Stream(loaders, mixing, what=what, may_be_empty=not is_train and is_distributed)
 
@@ -750,7 +749,7 @@ class Trainer:
             if self.val_data is not None and due:
                 self._validate_in_loop()
             if self.strategy.is_distributed:
-                self._report_steps(is_last=True)
+                loop.ranks.records.report(loop.record.sink)
             loop.end_epoch(loop.ranks.means(context.means))
             progress.epoch_over, progress.epoch_started = True, False
             if complete:
@@ -777,7 +776,6 @@ class Trainer:
         batches = position.remaining_batches(stream, self.device)
         if self.strategy.is_distributed:
             batches, length = self._end_together(batches, length)
-            self._rank_metrics.start_epoch(position.batches)
         self._display.epoch(self.loop.context.epoch, length, position.batches)
         is_due = self.epoch_progress.validation_due
         if position.batches and self._boundary(validate=is_due):
@@ -1064,24 +1062,18 @@ class Trainer:
 
     def _boundary(self, *, validate: bool | None = None) -> bool:
         """Validate if it is due (None: see the plan) and apply requests; return whether to stop."""
-        every, context = self._plan.validate_every, self.loop.context
+        loop, every, context = self.loop, self._plan.validate_every, self.loop.context
         if validate is None:
             validate = every is not None and not context.skipped and context.step % every == 0
         if validate and self.val_data is not None:
             self.epoch_progress.validation_due = True  # in a checkpoint saved before it ends
             self._validate_in_loop()
             self.epoch_progress.validation_due = False
-        if self.loop.checkpoints.prepares:
-            self.loop.checkpoints.prepare()
-        if self.strategy.is_distributed and self.loop.ranks.records.is_due(context.step):
-            self._report_steps()
+        if loop.checkpoints.prepares:
+            loop.checkpoints.prepare()
+        if self.strategy.is_distributed and loop.ranks.records.is_due(context.step):
+            loop.ranks.records.report(loop.record.sink)
         return self._apply_requests()
-
-    def _report_steps(self, *, is_last: bool = False) -> None:
-        """Record the values of the steps, and at times the throughput and memory of each rank."""
-        own = self._rank_metrics.measure(self.position.batches, is_last=is_last)
-        at = self.loop.context.step, self.loop.context.epoch
-        self.loop.ranks.records.report(self.loop.record.sink, own, at)
 
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
@@ -1226,8 +1218,8 @@ class Trainer:
                 if loop.has_checkpoints:
                     loop.checkpoints.finish(failed=failed)
                 if together:
-                    loop.checkpoints.share_saved()
-                    share_buffers(self.model)
+                    loop.checkpoints.broadcast_saved()
+                    broadcast_buffers(self.model)
             except BaseException as error:  # hooks are told that training ends in any case
                 together = False
                 self._set_failed(error)

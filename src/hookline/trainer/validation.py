@@ -9,11 +9,11 @@ import torch
 
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import TrainingError
+from hookline.loop.broadcasts import broadcast_buffers
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.evaluation import evaluation, samples_in
 from hookline.loop.loop import Loop
 from hookline.loop.means import Means
-from hookline.loop.weight_sharing import share_buffers
 from hookline.trainer.data_stream import Stream
 from hookline.trainer.strategies import SingleProcess
 
@@ -45,7 +45,7 @@ class Validation:
         self._repeated = None
         with self._loop.record.phases.span("validation"):
             if self._strategy.is_distributed:
-                share_buffers(self._model)  # those of rank 0, which checkpoints have
+                broadcast_buffers(self._model)  # those of rank 0, which checkpoints have
             context.evaluating = True
             with evaluation(self._model, self._strategy.device):
                 metrics = self._run_batches(stream, until_signal=until_signal)

@@ -85,7 +85,7 @@ def _compare_states(a: Recording, b: Recording) -> Difference | None:
 def find_hook_differences(
     a: Recording, b: Recording, ignored: frozenset[str]
 ) -> dict[str, list[str]]:
-    """Return which parts of hooks' states and attributes differ at the end, by hook.
+    """Return which values in hooks' states and attributes differ at the end, by hook.
 
     Attributes are compared for hooks of the user that have a `state_dict`.
     """
@@ -96,7 +96,7 @@ def find_hook_differences(
         found.setdefault(name, []).append(f"state_dict()['{inner}']" if inner else "state_dict()")
     for name in sorted(a.stateful_hooks & b.stateful_hooks):
         found.setdefault(name, []).extend(_differing_attributes(a, b, name, ignored))
-    return {name: parts for name, parts in found.items() if parts}
+    return {name: paths for name, paths in found.items() if paths}
 
 
 def find_reset_hooks(a: Recording, b: Recording, ignored: frozenset[str]) -> set[str]:

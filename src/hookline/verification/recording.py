@@ -19,13 +19,13 @@ from hookline.tensors.module_classes import module_class
 from hookline.tensors.nested import named_tensors
 
 _CHECKPOINT = "hookline_verify"
-_NOT_COMPARED = ("run", "disabled", "classes")  # parts of a trainer's state
-_POSITION = ("epoch", "batches", "now")  # parts of its position in the data
+_NOT_COMPARED = ("run", "disabled", "classes")  # keys of a trainer's state
+_POSITION = ("epoch", "batches", "now")  # keys of its position in the data
 _ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device)
 
 
 class BatchRecord(NamedTuple):
-    """A batch as it was given to training, and the random states before it."""
+    """A batch that was trained on, and the random states before it."""
 
     step: int  # in progress
     loader: str
@@ -53,7 +53,7 @@ class ModuleCall(NamedTuple):
 
 @dataclass
 class Recording:
-    """What a training run did, from its first step to its last.
+    """The record of a training run, from its first step to its last.
 
     `final` is the state of the trainer and its model at the end, by dotted path; `attributes` are
     those of users' hooks, without flags, which may say that the hook was resumed. If traced,

@@ -1,4 +1,4 @@
-"""Short runs of the user's training, each with new objects, in a temporary folder."""
+"""Short training runs of the user's trainer, each with new objects, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TrainingRuns:
     ) -> Recording:
         """Train for a number of steps, counted from the start of training; return what happened.
 
-        An error of the training is in the recording. The states of hooks that are `removed` are not
+        An error of the run is in the recording. The states of hooks that are `removed` are not
         restored either. With `interrupt_at`, training ends after that step and its checkpoint.
         """
         watch = self._watch

@@ -1,4 +1,4 @@
-"""`hookline.verify`: compares short runs of a training with each other, bit for bit.
+"""`hookline.verify`: compares short training runs with each other, bit for bit.
 
 Two runs with the same seed. A run, and runs that are interrupted and resumed: within an epoch, at
 its end, and within the second one. A run with all hooks, and one without those that only observe.
@@ -45,7 +45,7 @@ Test = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Culprit:
-    """What makes two runs differ.
+    """A cause for which two runs differ.
 
     Attributes:
         kind: "hook", "loader", "module", "parameter", or "unknown".
@@ -116,7 +116,7 @@ def verify(
     watch: Watch | None = None,
     **fit_options: Any,
 ) -> Report:
-    """Check that a training is reproducible, resumes exactly, and that hooks only observe.
+    """Check that a training run is reproducible, resumes exactly, and that hooks only observe.
 
         report = hookline.verify(make_trainer)
         print(report)
@@ -235,8 +235,8 @@ class _Verification:
             if not found:
                 return Check(name, "ok", compared)
             culprits = [
-                Culprit("hook", hook, f"after resuming, {listed(parts[:3])} differs")
-                for hook, parts in found.items()
+                Culprit("hook", hook, f"after resuming, {listed(paths[:3])} differs")
+                for hook, paths in found.items()
             ]
             return Check(name, "failed", compared, "the states of hooks differ", tuple(culprits))
         last = difference.step or self._steps
@@ -249,12 +249,12 @@ class _Verification:
         return Check(name, "failed", compared, difference.text, self._find(difference, pair))
 
     def _interrupt_and_resume(self, name: str, step: int, last: int, **options: Any) -> Recording:
-        """Train until a step, save, and resume with new objects; return the second part."""
-        part = self._runs.run(name, last, interrupt_at=step, **options)
-        if part.checkpoint is None:
-            part.error = part.error or f"no checkpoint was saved after step {step}"
-            return part
-        return self._runs.run(name, last, resume_from=part.checkpoint, **options)
+        """Train until a step, save, and resume with new objects; return the second run."""
+        first = self._runs.run(name, last, interrupt_at=step, **options)
+        if first.checkpoint is None:
+            first.error = first.error or f"no checkpoint was saved after step {step}"
+            return first
+        return self._runs.run(name, last, resume_from=first.checkpoint, **options)
 
     def _check_hooks(self, first: Recording) -> Check:
         observers = self._runs.observers
@@ -398,7 +398,7 @@ def _find_culprits(
 
 
 def _narrow(names: list[str], differs: Test) -> list[str]:
-    """Return a smallest part that still makes a difference; all of them do."""
+    """Return a smallest subset that still makes a difference; all of them do."""
     if len(names) == 1:
         return names
     middle = len(names) // 2

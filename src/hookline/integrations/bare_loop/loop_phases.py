@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from hookline.context import Metrics
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements
 from hookline.integrations.bare_loop.step_watch import StepWatch
-from hookline.loop.loop_state import StateItem, adapt_means
 from hookline.loop.means import Means
 from hookline.loop.processes import SingleProcessGroup
+from hookline.loop.state import StateItem, adapt_means
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session

@@ -61,7 +61,6 @@ from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
-from hookline.loop.loop_state import SavedAttributes, StateItem
 from hookline.loop.model_watch import ForwardTargets, ModelGroup
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
@@ -69,6 +68,7 @@ from hookline.loop.random_state import describe_random_state, restore_random_sta
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import HeldTermination, TerminationWatch
+from hookline.loop.state import SavedAttributes, StateItem
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint

@@ -11,8 +11,8 @@ import torch
 from hookline.arguments import show_value
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ArgumentError, TrainingError
+from hookline.loop.broadcasts import BufferBroadcast
 from hookline.loop.processes import join_processes, world_size
-from hookline.loop.weight_sharing import BufferSharing
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.data_parallel import CallCheck
 from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
@@ -46,7 +46,7 @@ class Accelerated(SingleProcess):
         self._schedulers: dict[int, Any] = {}  # the same; only those that the user has prepared
         self._seen_trigger = accelerator.flag_tensor
         self._check: CallCheck | None = None
-        self._sharing: BufferSharing | None = None  # of buffers, with FSDP2
+        self._buffers: BufferBroadcast | None = None  # with FSDP2
 
     # -- settings ---------------------------------------------------------------------------------
 
@@ -81,15 +81,15 @@ class Accelerated(SingleProcess):
         accelerator, plain = self.accelerator, [_unwrap(one) for one in optimizers]
         prepared = [one for one in [*accelerator._optimizers, *optimizers] if _is_prepared(one)]
         known = {id(_unwrap(one)) for one in prepared}
-        given: list[Any] = [one for one in plain if id(one) not in known]
+        unprepared: list[Any] = [one for one in plain if id(one) not in known]
         self._model = model
         if not getattr(model, "_is_accelerate_prepared", False):
-            given.insert(0, model)
+            unprepared.insert(0, model)
             if self.is_sharded:
                 from hookline.trainer.strategies.fully_sharded import check_scalars
 
                 check_scalars(model)
-        for one in _prepare(accelerator, given):
+        for one in _prepare(accelerator, unprepared):
             if isinstance(one, torch.nn.Module):
                 self._model = one
             else:
@@ -97,14 +97,14 @@ class Accelerated(SingleProcess):
         self._optimizers = {id(_unwrap(one)): one for one in prepared}
         return accelerator.unwrap_model(self._model), plain
 
-    def unwrap_schedulers(self, given: Any) -> Any:
+    def unwrap_schedulers(self, schedulers: Any) -> Any:
         """Return the schedulers within those that the user has prepared."""
-        schedulers = list(given) if isinstance(given, list | tuple) else [given]
-        for i, scheduler in enumerate(schedulers):
+        several = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
+        for i, scheduler in enumerate(several):
             if hasattr(scheduler, "step_with_optimizer") and hasattr(scheduler, "scheduler"):
-                schedulers[i] = scheduler.scheduler
-                self._schedulers[id(schedulers[i])] = scheduler
-        return schedulers
+                several[i] = scheduler.scheduler
+                self._schedulers[id(several[i])] = scheduler
+        return several
 
     def stepped_scheduler(self, scheduler: Any) -> Any:
         """Return what is stepped with an optimizer: a scheduler as the user has prepared it.
@@ -116,7 +116,7 @@ class Accelerated(SingleProcess):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the prepared model, which the loop calls."""
         self.accelerator.gradient_accumulation_steps = self._accumulate  # Accelerators share it
-        self._sharing = BufferSharing(self._model) if self.is_sharded else None
+        self._buffers = BufferBroadcast(self._model) if self.is_sharded else None
         self.begin_batch(completes_step=True, sync=True)
         if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
             self._check = CallCheck(self._model)
@@ -127,9 +127,9 @@ class Accelerated(SingleProcess):
         if self._check is not None:
             self._check.close()
             self._check = None
-        if self._sharing is not None:
-            self._sharing.close()
-            self._sharing = None
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
         self.begin_batch(completes_step=True, sync=True)
 
     # -- a step -----------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class Accelerated(SingleProcess):
         sync = sync or bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
         if self.forward_is_collective:
             model.set_requires_gradient_sync(sync)
-            if self._sharing is not None:
-                self._sharing.syncs = sync
+            if self._buffers is not None:
+                self._buffers.syncs = sync
         elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model.require_backward_grad_sync = sync
 

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookline.config.trainer_config import DDPConfig
 from hookline.errors import TrainingError
+from hookline.loop.broadcasts import broadcast_weights
 from hookline.loop.processes import SingleProcessGroup
-from hookline.loop.weight_sharing import share_weights
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
 
@@ -59,7 +59,7 @@ class DataParallel(SingleProcess):
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
         """Return the model with rank 0's weights: it may be validated or copied before training."""
         prepared = super().prepare(model, optimizers)
-        share_weights(model)
+        broadcast_weights(model)
         return prepared
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:

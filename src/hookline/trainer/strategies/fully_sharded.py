@@ -1,4 +1,4 @@
-"""The strategy for several processes that each have a part of every parameter (FSDP2)."""
+"""The strategy for several processes that each have a shard of every parameter (FSDP2)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hookline.config.trainer_config import FSDPConfig
 from hookline.errors import TrainingError, listed
+from hookline.loop.broadcasts import BufferBroadcast
 from hookline.loop.processes import SingleProcessGroup
-from hookline.loop.weight_sharing import BufferSharing
 from hookline.tensors.name_patterns import matches_glob
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
@@ -45,7 +45,7 @@ class FullySharded(SingleProcess):
         self._dtype = None  # FSDP2 casts by itself
         self._config = config
         self._model: Any = None
-        self._sharing: BufferSharing | None = None
+        self._buffers: BufferBroadcast | None = None
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -88,21 +88,21 @@ class FullySharded(SingleProcess):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model, whose processes have rank 0's buffers in every step from now on."""
-        self._sharing = BufferSharing(model)
+        self._buffers = BufferBroadcast(model)
         return model
 
     def unwrap(self) -> None:
         """Reduce gradients again in every backward, also after a run that ended within a step."""
-        if self._sharing is not None:
-            self._sharing.close()
-            self._sharing = None
+        if self._buffers is not None:
+            self._buffers.close()
+            self._buffers = None
         self._model.set_requires_gradient_sync(True)
 
     def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
         """Set whether the next backward reduces gradients."""
         self._model.set_requires_gradient_sync(sync)
-        if self._sharing is not None:
-            self._sharing.syncs = sync
+        if self._buffers is not None:
+            self._buffers.syncs = sync
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None

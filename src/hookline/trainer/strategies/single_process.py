@@ -19,7 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class SingleProcess:
     """Train in one process on one device; `fp16` has a gradient scaler."""
 
-    is_sharded = False  # whether each process has a part of the parameters
+    is_sharded = False  # whether each process has a shard of each parameter
     forward_is_collective = False  # whether all processes have to call the model equally often
     has_trigger = False  # whether `stop_reason` is asked after every step
     accelerator: Any = None  # the `Accelerator`, if there is one
@@ -47,9 +47,9 @@ class SingleProcess:
         """Return the model on the device, and the optimizers, which keep its parameters."""
         return model.to(self.device), optimizers
 
-    def unwrap_schedulers(self, given: Any) -> Any:
+    def unwrap_schedulers(self, schedulers: Any) -> Any:
         """Return the schedulers without the wrappers of the strategy."""
-        return given
+        return schedulers
 
     def stepped_scheduler(self, scheduler: Any) -> Any:
         """Return what is stepped for a scheduler after its optimizer has stepped."""

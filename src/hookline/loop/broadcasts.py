@@ -1,4 +1,4 @@
-"""Giving all processes the weights and buffers of rank 0.
+"""Broadcasts of rank 0's weights and buffers to all processes.
 
 The functions are collectives: all processes have to call them.
 """
@@ -17,7 +17,7 @@ from hookline.tensors.sharded import is_sharded
 _BYTES = 250 * 1024 * 1024  # of tensors that are sent at once, as DDP has it
 
 
-def share_weights(model: torch.nn.Module) -> None:
+def broadcast_weights(model: torch.nn.Module) -> None:
     """Give all processes the parameters and buffers of rank 0.
 
     Raises:
@@ -35,23 +35,23 @@ def share_weights(model: torch.nn.Module) -> None:
             "script with the same settings."
         ) from error
     _broadcast(parameters)
-    share_buffers(model)
+    broadcast_buffers(model)
 
 
-def share_buffers(model: torch.nn.Module) -> None:
+def broadcast_buffers(model: torch.nn.Module) -> None:
     """Give all processes the buffers of rank 0, such as the running means of batch norms.
 
-    Each process changes its own in forward, and they are shared before the next step: without
+    Each process changes its own in forward, and they are broadcast before the next step: without
     this, processes would validate different models.
     """
     own = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as DDP has it
     _broadcast([b for name, b in model.named_buffers() if name not in own and not is_sharded(b)])
 
 
-class BufferSharing:
+class BufferBroadcast:
     """Gives all processes the buffers of rank 0 before the first forward of each step, as DDP does.
 
-    FSDP2 does not. Only buffers that are saved are shared: others are constants in most models. All
+    FSDP2 does not. Only buffers that are saved are sent: others are constants in most models. All
     processes call the model equally often. `syncs` says whether the next backward ends a step.
     """
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateItem:
-    """One part of a loop's state.
+    """One item of a loop's state.
 
     Attributes:
         name: its key in `state.json`.
@@ -376,7 +376,7 @@ class SavedAttributes:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load whole weights into a model; each process keeps its part of a sharded parameter."""
+    """Load whole weights into a model; each process keeps its shard of a sharded parameter."""
     expand_buffers(model)
     own = model.state_dict()
     if any(map(is_sharded, own.values())):

@@ -49,15 +49,15 @@ def get_trainer(
     if kind != "simple":
         options = {"strategy": kind, **options}
     own = ("config", "model", "optimizers", "hooks", "unknown")
-    parts = [name for name in inspect.signature(Trainer).parameters if name not in own]
+    arguments = [name for name in inspect.signature(Trainer).parameters if name not in own]
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)
     if not is_config and not isinstance(hooks, HooksConfig):
-        parts.append("hooks")  # hooks themselves, a registry, or its configuration
-    given = {name: options.pop(name) for name in parts if name in options}
+        arguments.append("hooks")  # hooks themselves, a registry, or its configuration
+    passed = {name: options.pop(name) for name in arguments if name in options}
     val_loaders = options.pop("val_loaders", None)
     config = TrainerConfig(device=None if device is None else str(device), **options)
     make: type[Trainer] = AccelerateTrainer if kind == "accelerate" else Trainer
-    trainer = make(config, model, optimizer, **given)
+    trainer = make(config, model, optimizer, **passed)
     trainer.set_data(dataloader, val_loaders)
     return trainer
