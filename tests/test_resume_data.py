@@ -21,7 +21,6 @@ from torch.utils.data import (
 import hookline
 from hookline import CheckpointError, TrainingError
 from hookline.config.trainer_config import MixConfig
-from hookline.trainer import data_position
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 
@@ -65,19 +64,8 @@ def three():
 
 
 @pytest.mark.parametrize("at", [1, 4, 9, 15, 20])
-def test_weighted_loaders(tmp_path, caplog, at):
+def test_weighted_loaders(tmp_path, at):
     assert resume_equals(tmp_path, three, at, **WEIGHTED)
-    assert "another order" not in caplog.text
-
-
-def test_another_order_of_weighted_loaders_is_refused_within_an_epoch(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(data_position, "_ORDER", 1)
-        parent = train(tmp_path, three(), WEIGHTED, [SaveAt(7), SaveAt(16, "on_epoch_end")])
-    inside, at_end = sorted((parent.run.path / "checkpoints").glob("step_*"))
-    with pytest.raises(CheckpointError, match="mixed weighted loaders in another order"):
-        train(tmp_path, three(), WEIGHTED, resume_from=inside)
-    assert train(tmp_path, three(), WEIGHTED, resume_from=at_end).step == 32
 
 
 @pytest.mark.parametrize("at", [3, 7, 10, 13, 17])

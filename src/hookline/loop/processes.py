@@ -34,7 +34,6 @@ class SingleProcessGroup:
     local_rank = 0
     stage = 0  # of the batch that is trained on, see `RankWatch`
     is_waiting = False  # whether this process waits here for the others
-    _started_here = False
 
     @property
     def is_main(self) -> bool:
@@ -84,23 +83,13 @@ class SingleProcessGroup:
         if self.size > 1:
             report_error(error)
 
-    def close(self) -> None:
-        """End the process group, if it was started here."""
-        if self._started_here and dist.is_initialized():
-            dist.destroy_process_group()
-
 
 class ProcessGroup(SingleProcessGroup):
-    """Several processes, in torch's default process group.
+    """Several processes, in torch's default process group."""
 
-    Args:
-        started_here: whether the process group is destroyed by `close`.
-    """
-
-    def __init__(self, *, started_here: bool) -> None:
+    def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.local_rank = local_rank()
-        self._started_here = started_here
         _LOG_FILTER.rank = self.rank
         logging.getLogger("hookline").addFilter(_LOG_FILTER)  # once, also if there are several
         report_uncaught_errors()
@@ -208,8 +197,7 @@ def join_processes(device: torch.device) -> SingleProcessGroup:
     """
     if world_size() == 1:
         return SingleProcessGroup()
-    started_here = not dist.is_initialized()
-    if started_here:
+    if not dist.is_initialized():
         if missing := [n for n in ("RANK", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]:
             raise TrainingError(
                 f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {', '.join(missing)} is not "
@@ -218,7 +206,7 @@ def join_processes(device: torch.device) -> SingleProcessGroup:
         _check_rank()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, **_options_after_restart())
-    return ProcessGroup(started_here=started_here)
+    return ProcessGroup()
 
 
 def _check_rank() -> None:

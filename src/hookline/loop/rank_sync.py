@@ -293,7 +293,7 @@ def join_ranks(hooks: HookManager) -> ProcessGroup:
             "`hookline.attach` in all processes that train the model: a hook with "
             "ranks='main' is still called in rank 0 only, and only rank 0 writes the run."
         )
-    processes = ProcessGroup(started_here=False)
+    processes = ProcessGroup()
     all_names = processes.gather(hooks.list_hooks())
     for rank, names in enumerate(all_names):
         if names != all_names[0]:

@@ -256,10 +256,13 @@ def match_schedulers(value: Any, optimizers: list[torch.optim.Optimizer]) -> lis
 # -- several processes ----------------------------------------------------------------------------
 
 
-def check_same_training(trainer: Trainer) -> None:
-    """Raise, in all processes, if their hooks, settings, optimizers or loaders differ."""
-    processes = trainer.strategy.processes
-    own = {name: number_items(to_jsonable(value)) for name, value in _describe(trainer).items()}
+def check_same_training(trainer: Trainer, training: Mapping[str, Any]) -> None:
+    """Raise, in all processes, if their hooks, settings, optimizers or loaders differ.
+
+    `training` describes the trainer, as in the run's manifest.
+    """
+    processes, described = trainer.strategy.processes, _describe(trainer, training)
+    own = {name: number_items(to_jsonable(value)) for name, value in described.items()}
     main = processes.broadcast(own)
     other = next((name for name in own if list(own[name].items()) != [*main[name].items()]), None)
     problem = None
@@ -281,7 +284,7 @@ def require_all_processes(trainer: Trainer, function: str, *, unless: bool = Fal
         )
 
 
-def _describe(trainer: Trainer) -> dict[str, dict[str, Any]]:
+def _describe(trainer: Trainer, training: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what has to be the same in all processes, by its name in the message."""
     config, names = trainer.config, set(TrainerConfig.model_fields) - set(_OWN)
     streams = {"training loaders": trainer.train_data, "validation loaders": trainer.val_data}
@@ -296,20 +299,11 @@ def _describe(trainer: Trainer) -> dict[str, dict[str, Any]]:
             for name, parameter in trainer.model.named_parameters()
         },
         "optimizers": {
-            **{f"optimizer {i}": _describe_optimizer(o) for i, o in enumerate(trainer.optimizers)},
-            "schedulers": [type(scheduler).__name__ for scheduler in trainer.schedulers],
+            **{f"optimizer {i}": one for i, one in enumerate(training["optimizers"])},
+            "schedulers": training.get("schedulers", []),
         },
         "loaders": {what: [] if s is None else list(s.names) for what, s in streams.items()},
     }
-
-
-def _describe_optimizer(optimizer: Any) -> dict[str, Any]:
-    groups = [
-        {name: value for name, value in group.items() if isinstance(value, bool | int | float)}
-        | {"parameters": len(group["params"])}
-        for group in optimizer.param_groups
-    ]
-    return {"class": type(optimizer).__name__, "groups": groups}
 
 
 def _explain(section: str, rank: int, main: dict[str, Any], other: dict[str, Any]) -> str:

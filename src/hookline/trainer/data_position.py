@@ -41,8 +41,6 @@ from hookline.trainer.loader_passes import (
 
 log = logging.getLogger("hookline")
 
-_ORDER = 2  # in which weighted loaders are mixed; saved, because version 1 had another one
-
 _MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
 _DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
 
@@ -213,7 +211,6 @@ class DataPosition:
             "now": random_state(device),
             "generators": [generator_state(generator) for generator in self._generators],
             "val_generators": [generator_state(generator) for generator in val_generators],
-            "order": _ORDER,
             "loaders": [passes.state_dict() for passes in self._passes],
         }
 
@@ -265,12 +262,6 @@ def describe_position(
             f"The checkpoint was made with {before[0]} train loaders with {before[1]} generators "
             f"of their own, this trainer has {counts[0]} loaders with {counts[1]}. Resume with the "
             "loaders of the run.",
-        ]
-    if saved["batches"] and stream.had_other_order() and saved.get("order") != _ORDER:
-        return [
-            *lines,
-            "The checkpoint is of a version that mixed weighted loaders in another order. Resume "
-            "from a checkpoint at the end of an epoch.",
         ]
     several = list(zip(stream.names, stream.loaders, saved["loaders"], strict=True))
     others = [

@@ -172,10 +172,6 @@ class Stream:
     def _lengths(self) -> list[int | None]:
         return [length_of(loader) for loader in self.loaders]
 
-    def had_other_order(self) -> bool:
-        """Return whether an older version may have mixed these loaders in another order."""
-        return self._mixing.weights is not None and len(self.names) > 2
-
     # One loader after the other; also a single loader, whatever the order.
 
     def _in_sequence(self) -> Iterator[_Tuple]:

@@ -58,18 +58,19 @@ def make_passes(loader: Any, name: str, seed_key: SeedKey, *, fast_forward: bool
 
     With `fast_forward`, batches are loaded again and dropped although indices could be skipped.
     """
-    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's have a state if theirs has
-    kind = LoaderPasses
-    if hasattr(inner, "state_dict") and hasattr(loader, "load_state_dict"):
-        kind = StatefulPasses
-    elif skips_indices(loader):
-        kind = DataLoaderPasses
+    kind = DataLoaderPasses if skips_indices(loader) else LoaderPasses
     return kind(loader, name, seed_key, fast_forward=fast_forward)
+
+
+def _saves_position(loader: Any) -> bool:
+    inner = getattr(loader, "base_dataloader", loader)  # Accelerate's have a state if theirs has
+    return hasattr(inner, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def skips_indices(loader: Any) -> bool:
     """Return whether a loader is a `DataLoader` that iterates as torch's does."""
-    return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    is_plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return is_plain and not _saves_position(loader)
 
 
 def number_of_samples(loader: Any) -> int | None:
@@ -87,7 +88,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 class LoaderPasses:
-    """Passes over any object with `__iter__` in an epoch."""
+    """Passes over any object with `__iter__` in an epoch, also one that saves its own position."""
 
     def __init__(
         self, loader: Any, name: str, seed_key: SeedKey = None, *, fast_forward: bool
@@ -144,7 +145,8 @@ class LoaderPasses:
         }
 
     def _pass_dict(self) -> dict[str, Any]:
-        return {"start": self._start}
+        own = {"loader": self.loader.state_dict()} if _saves_position(self.loader) else {}
+        return {"start": self._start, **own}
 
     def restore_ended(self, saved: Mapping[str, Any]) -> None:
         """Restore the lengths of the passes that had ended."""
@@ -157,6 +159,11 @@ class LoaderPasses:
 
         This changes the random states. They are restored before the function is called.
         """
+        if "loader" in saved and _saves_position(self.loader) and not self._fast_forward:
+            self._start = dict(saved["start"])
+            self.loader.load_state_dict(saved["loader"])
+            iterator = iter(self.loader)
+            return lambda: iterator
         restore_loader_random_state(saved["start"], self._generators)
         iterator = self.start()
         self._start = saved["start"]
@@ -187,24 +194,6 @@ class LoaderPasses:
 
     def _start_workers(self, seed: torch.Tensor | None) -> None:
         iter(self.loader)
-
-
-class StatefulPasses(LoaderPasses):
-    """Passes over a loader that saves and restores its own position."""
-
-    def _pass_dict(self) -> dict[str, Any]:
-        return {"start": self._start, "loader": self.loader.state_dict()}
-
-    def continue_pass(
-        self, saved: Mapping[str, Any], delivered: int
-    ) -> Callable[[], Iterator[Any]]:
-        """Return a function that continues the pass at the position that the loader has saved."""
-        if "loader" not in saved or self._fast_forward:
-            return super().continue_pass(saved, delivered)
-        self._start = dict(saved["start"])
-        self.loader.load_state_dict(saved["loader"])
-        iterator = iter(self.loader)
-        return lambda: iterator
 
 
 class DataLoaderPasses(LoaderPasses):

@@ -673,7 +673,7 @@ class Trainer:
         identity = describe_run(self)  # before anything is loaded
         self.compared_settings = describe_settings(config, identity.training)
         if self.strategy.is_distributed:
-            check_same_training(self)
+            check_same_training(self, identity.training)
         restored: Path | None = None
         parent: Any = None
         if fork_from is not None:
@@ -706,17 +706,16 @@ class Trainer:
             loop.requests.wake()
         if self.strategy.is_distributed:  # hooks of one process may ask for a checkpoint
             loop.phase = Phase.IN_STEP
-        if self._dispatchers.on_train_start is not None:
-            self._dispatchers.on_train_start(context)
-        if restored is not None and self._dispatchers.on_checkpoint_load is not None:
+        loop.fire("on_train_start")
+        if restored is not None:
             context.checkpoint_path = restored
-            self._dispatchers.on_checkpoint_load(context)
+            loop.fire("on_checkpoint_load")
         loop.phase = Phase.BETWEEN_STEPS
 
     # -- epochs -----------------------------------------------------------------------------------
 
     def _run_epochs(self, max_epochs: int | None) -> None:
-        config, loop, fire = self.config, self.loop, self._dispatchers
+        config, loop = self.config, self.loop
         context, progress = loop.context, self.epoch_progress
         assert self.train_data is not None  # `fit` has set it
         # Within an epoch, a run that stops also ends the epoch, so that is where it looks.
@@ -730,11 +729,10 @@ class Trainer:
             resumed = self.position.batches > 0  # within the epoch: it has means already
             if not resumed:
                 context.means, context.validated = Means(), {}
-            if fire.on_epoch_start is not None:
-                loop.phase = Phase.IN_STEP  # checkpoints wait until all hooks were called
-                with loop.record.paused(resumed or progress.epoch_started):  # recorded before
-                    fire.on_epoch_start(context)
-                loop.phase = Phase.BETWEEN_STEPS
+            loop.phase = Phase.IN_STEP  # checkpoints wait until all hooks were called
+            with loop.record.paused(resumed or progress.epoch_started):  # recorded before
+                loop.fire("on_epoch_start")
+            loop.phase = Phase.BETWEEN_STEPS
             progress.epoch_started = True
             if self.strategy.is_distributed or self.accelerator is not None:
                 set_loader_epoch(self.train_data.loaders, context.epoch)
@@ -1180,9 +1178,9 @@ class Trainer:
         if self.strategy.is_distributed:
             self.strategy.processes.report_error(error)
         has_started = loop.phase not in (Phase.IDLE, Phase.STARTING)
-        if has_started and self._dispatchers.on_exception is not None:
+        if has_started:
             try:
-                self._dispatchers.on_exception(loop.context)
+                loop.fire("on_exception")
             except HooklineError:  # the first error matters more, and is raised
                 log.exception("A hook failed in on_exception.")
         if has_started and isinstance(error, Exception) and self.config.checkpoints.on_crash:
@@ -1228,9 +1226,9 @@ class Trainer:
                 loop.phase = Phase.IDLE
                 self._watch_model()
                 if together:
-                    loop.checkpoints.serve_end(self._fire_end)
+                    loop.checkpoints.serve_end(lambda: loop.fire("on_train_end"))
                 elif phase is not Phase.STARTING:
-                    self._fire_end()
+                    loop.fire("on_train_end")
         except BaseException as error:
             if not failed or not isinstance(error, HooklineError):
                 self._set_failed(error)
@@ -1248,10 +1246,6 @@ class Trainer:
                 steps.callback(self._watch_model)
                 steps.callback(loop.close_checkpoints)
                 steps.callback(self._unwrap_model)
-
-    def _fire_end(self) -> None:
-        if self._dispatchers.on_train_end is not None:
-            self._dispatchers.on_train_end(self.loop.context)
 
     def _unwrap_model(self) -> None:
         self._called_model = self.model
@@ -1288,8 +1282,7 @@ class Trainer:
                 self.loop.requests = ControlRequests()
                 self._begin(None)
                 self._epoch_length = None
-                if self._dispatchers.on_epoch_start is not None:
-                    self._dispatchers.on_epoch_start(self.loop.context)
+                self.loop.fire("on_epoch_start")
             self._run_batches([(batch, self.position.batches, 0, "train")], None)
             loss = self.loop.context.latest_loss
             return LazyFloat(loss) if lazy else float(loss)
@@ -1308,8 +1301,7 @@ class Trainer:
                 self._finish_step()
             self._plan.loss_check.finish()
             context.event_metrics = Metrics(context.means.means())
-            if self._dispatchers.on_epoch_end is not None:
-                self._dispatchers.on_epoch_end(context)
+            self.loop.fire("on_epoch_end")
             context.status = status
         except BaseException as error:
             self._fail(error)
