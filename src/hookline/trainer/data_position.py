@@ -88,18 +88,11 @@ class DataPosition:
             for idx, loader in enumerate(stream.loaders)
         ]
         self._generators = generators_of(stream.loaders)
-        stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"]:
             self.batches = 0
-            return stream.epoch()
+            return stream.epoch(self._passes)
         return self._resume(stream, saved)
-
-    def _start_pass(self, idx: int) -> Iterator[Any]:
-        return self._passes[idx].start()
-
-    def _end_pass(self, idx: int, length: int) -> None:
-        self._passes[idx].end(length)
 
     def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
         """Return the indices of a loader's latest batch; None where they are not known."""
@@ -114,59 +107,33 @@ class DataPosition:
         loaders = saved["loaders"]
         for passes, before in zip(self._passes, loaders, strict=True):
             passes.restore_ended(before)
-        delivered = [0] * len(loaders)  # in the passes that had not ended
-        rest: dict[int, Iterator[Any]] = {}
-        batches = self._replay(stream, delivered, rest)
+        replayed = [_ReplayedPasses(passes) for passes in self._passes]
+        batches = stream.epoch(replayed)
+        found = sum(1 for _ in islice(batches, self.batches))
+        for one, before in zip(replayed, loaders, strict=True):
+            one.is_replay = False
+            if one.delivered and before["pass"] is None:
+                found -= one.delivered
+        if found < self.batches:
+            raise TrainingError(
+                f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, but "
+                f"the loaders have only {found}. Resume with the data of the run."
+            )
         within: dict[int, Callable[[], Iterator[Any]]] = {}
         for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
             if before["pass"] is not None:
-                within[idx] = passes.continue_pass(before["pass"], delivered[idx])
-            elif delivered[idx]:
-                raise self._other_data(self.batches - delivered[idx])
+                within[idx] = passes.continue_pass(before["pass"], replayed[idx].delivered)
             else:
                 passes.restore_workers(before["has_workers"], before["worker_seed"])
         self._restore_random_states(saved)
-        rest.update({idx: start() for idx, start in within.items()})
+        for idx, start in within.items():
+            replayed[idx].rest = start()
         restore_random_state(saved["now"], self._device)
         stream.started.update(
             id(loader) for loader in stream.loaders if isinstance(loader, Iterator)
         )
-        self._log_differences(loaders, delivered)
+        self._log_differences(loaders, [one.delivered for one in replayed])
         return batches
-
-    def _replay(
-        self, stream: Stream, delivered: list[int], rest: dict[int, Iterator[Any]]
-    ) -> Iterator[Any]:
-        """Run through the epoch up to the checkpoint, with placeholders instead of batches.
-
-        Count in `delivered` how many a pass that had not ended gave until then. Return the other
-        batches of the epoch, in which these passes go on with what `rest` has by then.
-        """
-        lengths = [passes.ended_lengths() for passes in self._passes]
-
-        def start_pass(idx: int) -> Iterator[Any]:
-            length = next(lengths[idx], None)
-            return continue_pass(idx) if length is None else repeat(None, length)
-
-        def continue_pass(idx: int) -> Iterator[Any]:
-            while idx not in rest:
-                delivered[idx] += 1
-                yield None
-            yield from rest.pop(idx)
-
-        stream.start_pass, stream.on_pass_end = start_pass, None
-        batches = stream.epoch()
-        found = sum(1 for _ in islice(batches, self.batches))
-        stream.start_pass, stream.on_pass_end = self._start_pass, self._end_pass
-        if found < self.batches:
-            raise self._other_data(found)
-        return batches
-
-    def _other_data(self, found: int) -> TrainingError:
-        return TrainingError(
-            f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, but the "
-            f"loaders have only {found}. Resume with the data of the run."
-        )
 
     def _restore_random_states(self, saved: Mapping[str, Any]) -> None:
         for generator, state in zip(self._generators, saved["generators"], strict=True):
@@ -223,6 +190,39 @@ class DataPosition:
             for generator, saved in zip(val_generators, state["val_generators"], strict=True):
                 set_generator_state(generator, saved)
         restore_random_state(state["now"], device)
+
+
+class _ReplayedPasses:
+    """The passes over a loader in an epoch that is resumed: placeholders up to the checkpoint.
+
+    Attributes:
+        is_replay: whether the checkpoint has not been reached.
+        delivered: how many batches the pass gave that had not ended at the checkpoint.
+        rest: the other batches of that pass.
+    """
+
+    def __init__(self, passes: LoaderPasses) -> None:
+        self.is_replay, self.delivered = True, 0
+        self.rest: Iterator[Any] = iter(())
+        self._passes, self._lengths = passes, passes.ended_lengths()
+
+    def start(self) -> Iterator[Any]:
+        """Start a pass, or repeat one with placeholders."""
+        if not self.is_replay:
+            return self._passes.start()
+        length = next(self._lengths, None)
+        return self._continue() if length is None else repeat(None, length)
+
+    def _continue(self) -> Iterator[Any]:
+        while self.is_replay:
+            self.delivered += 1
+            yield None
+        yield from self.rest
+
+    def end(self, length: int) -> None:
+        """End a pass; those that are repeated have ended before."""
+        if not self.is_replay:
+            self._passes.end(length)
 
 
 def _check_indices(stream: Stream) -> None:

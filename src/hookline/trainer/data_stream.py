@@ -15,6 +15,8 @@ Several processes draw the same order, with the random states of rank 0, and eac
 batch: together they train on the batches that one process would train on. The last round is filled
 up with batches from the beginning, so that all processes have equally many. Validation is not
 filled up: a process may have fewer batches, or none.
+
+All of this is one idea, and so one file: which batches an epoch has, and in which order.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import chain, count, cycle, islice, repeat
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
@@ -48,6 +50,18 @@ from hookline.loop.random_state import (
 _CPU = torch.device("cpu")
 _END: Final = object()
 _Tuple = tuple[Any, int, int, str]  # a batch, its number within loader and epoch, and its loader
+
+
+class Passes(Protocol):
+    """The passes over one loader."""
+
+    def start(self) -> Iterator[Any]:
+        """Start a pass."""
+        ...
+
+    def end(self, length: int) -> None:
+        """End the pass, which had so many batches."""
+        ...
 
 
 class Stream:
@@ -86,8 +100,6 @@ class Stream:
         self._mixing = mixing or MixConfig()
         self._what = what
         self._may_be_empty = may_be_empty
-        self.start_pass: Callable[[int], Iterator[Any]] = lambda idx: iter(self.loaders[idx])
-        self.on_pass_end: Callable[[int, int], None] | None = None  # loader's number, batches
         self.started: set[int] = set()  # iterators that cannot be started again, by id
         self._order = _make_order(self._mixing, self.names)
         self._check()
@@ -122,16 +134,23 @@ class Stream:
             "`__iter__` makes a new iterator."
         )
 
-    def epoch(self) -> Iterator[_Tuple]:
+    def epoch(self, passes: Sequence[Passes] | None = None) -> Iterator[_Tuple]:
         """Iterate over one epoch: batches with their numbers, and their loaders' numbers and names.
 
         Batches are counted within loader and epoch, from 0, also when a loader is started again.
+        `passes` start and end the passes over each loader.
         """
-        return self._in_sequence() if self._order is None else self._mixed(self._order)
+        passes = self._plain_passes() if passes is None else passes
+        if self._order is None:
+            return self._in_sequence(passes)
+        return self._mixed(self._order, passes)
 
     def epoch_by_loader(self) -> Iterator[Iterator[_Tuple]]:
         """Iterate over one epoch of each loader, one after the other."""
-        return self._passes(range(len(self.names)))
+        return self._passes(self._plain_passes(), range(len(self.names)))
+
+    def _plain_passes(self) -> list[Passes]:
+        return [_PlainPasses(loader) for loader in self.loaders]
 
     def _check(self) -> None:
         lengths, mixing = self._lengths(), self._mixing
@@ -174,36 +193,39 @@ class Stream:
 
     # One loader after the other; also a single loader, whatever the order.
 
-    def _in_sequence(self) -> Iterator[_Tuple]:
+    def _in_sequence(self, passes: Sequence[Passes]) -> Iterator[_Tuple]:
         wanted = self._mixing.length
         once = range(len(self.names))
         repeats = isinstance(wanted, int) and self._mixing.on_exhausted == "cycle"
         # The hot path of a trainer: no Python code runs between two batches of a loader, and `zip`
         # reuses its tuple if there is no other reference to it.
-        batches = chain.from_iterable(self._passes(cycle(once) if repeats else once))
+        batches = chain.from_iterable(self._passes(passes, cycle(once) if repeats else once))
         return islice(batches, wanted) if isinstance(wanted, int) else batches
 
     def _passes(
-        self, order: Iterable[int], is_last: Callable[[int], bool] = lambda idx: False
+        self,
+        passes: Sequence[Passes],
+        order: Iterable[int],
+        is_last: Callable[[int], bool] = lambda idx: False,
     ) -> Iterator[Iterator[_Tuple]]:
         """Iterate over passes in this order of loaders, up to one of which `is_last` is true."""
         loaded = [0] * len(self.names)
         for idx in order:
             numbers = count(loaded[idx])
-            yield zip(self.one_pass(idx), numbers, repeat(idx), repeat(self.names[idx]))
+            batches = self._start_pass(passes[idx], idx)
+            yield zip(batches, numbers, repeat(idx), repeat(self.names[idx]))
             before, loaded[idx] = loaded[idx], next(numbers)
-            if self.on_pass_end is not None:
-                self.on_pass_end(idx, loaded[idx] - before)
+            passes[idx].end(loaded[idx] - before)
             if is_last(idx):
                 return
 
-    def one_pass(self, idx: int) -> Iterator[Any]:
+    def _start_pass(self, passes: Passes, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self.started:
             why = "it is needed again, for another epoch or because it was too short"
             raise self._not_restartable(name, loader, why)
-        iterator = self.start_pass(idx)
+        iterator = passes.start()
         if iterator is loader:
             self.started.add(id(loader))
         first = next(iterator, _END)
@@ -215,7 +237,7 @@ class Stream:
 
     # Several loaders, mixed.
 
-    def _mixed(self, order: LoaderOrder) -> Iterator[_Tuple]:
+    def _mixed(self, order: LoaderOrder, passes: Sequence[Passes]) -> Iterator[_Tuple]:
         """Return batches up to the epoch's length, or until one loader has ended, or all have."""
         wanted, total, n = self._mixing.length, self.length(), len(self.names)
         drops, is_shortest = self._mixing.on_exhausted == "drop", wanted == "shortest"
@@ -226,7 +248,9 @@ class Stream:
             ended.add(idx)
             return not counts and (drops or is_shortest or len(ended) == n)
 
-        loaders = [chain.from_iterable(self._passes(repeat(idx), is_last)) for idx in range(n)]
+        loaders = [
+            chain.from_iterable(self._passes(passes, repeat(idx), is_last)) for idx in range(n)
+        ]
 
         def draw() -> Iterator[_Tuple]:
             for idx in order.draw(ended if drops else frozenset()):
@@ -239,6 +263,20 @@ class Stream:
 
         limit = total if counts else wanted
         return islice(draw(), limit if isinstance(limit, int) else None)
+
+
+class _PlainPasses:
+    """Passes over a loader whose position is not saved."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+
+    def start(self) -> Iterator[Any]:
+        """Start a pass."""
+        return iter(self._loader)
+
+    def end(self, length: int) -> None:
+        """End a pass."""
 
 
 class LoaderOrder:

@@ -84,7 +84,7 @@ class Progress:
         if not self.shows:  # reading them would wait for the device
             return
         numbers = {name: _number(value) for name, value in metrics.items()}
-        shown = [f"{name:.100} {text}" for name, text in numbers.items() if text]
+        shown = [f"{name!s:.100} {text}" for name, text in numbers.items() if text]
         self.say("  ".join([f"epoch {_of(epoch + 1, self._epochs)}  step {step}", *shown]))
 
     def say(self, text: str) -> None:
