@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import api_pages
 import config_pages
 import hook_pages
-import host_pages
+import integration_pages
 import llms_page
 import package_tree
 from pydantic import BaseModel
@@ -219,11 +219,10 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield the name and the new text of every generated file."""
     for name, start, end, make in TARGETS:
         yield name, rewritten(ROOT / name, start, end, make())
-    for host in host_pages.PAGES:
-        if (ROOT / f"docs/{host}.md").exists():
-            text = host_pages.table(host)
-            page = ROOT / f"docs/{host}.md"
-            yield f"docs/{host}.md", rewritten(page, "<!-- generated: host", "<!-- end -->", text)
+    for library in integration_pages.PAGES:
+        page = ROOT / f"docs/{library}.md"
+        table = integration_pages.table(library)
+        yield f"docs/{library}.md", rewritten(page, "<!-- generated: ", "<!-- end -->", table)
     for name, text in hook_pages.pages().items():
         yield f"docs/built_in/{name}.md", text
     for topic in api_pages.PAGES:

@@ -53,7 +53,7 @@ LIBRARY = Library(
         "on_validation_end": "after `Trainer.evaluate`",
         "on_epoch_end": "`TrainerCallback.on_epoch_end`",
         "on_checkpoint_save": "`TrainerCallback.on_save`, when the files are on the disk",
-        "on_checkpoint_load": "`TrainerCallback.on_train_begin` of a resumed training",
+        "on_checkpoint_load": "`TrainerCallback.on_train_begin` of a resumed run",
         "on_exception": "`Trainer.train` raises",
         "on_train_end": "`TrainerCallback.on_train_end`",
     },
