@@ -21,6 +21,7 @@ from torch.utils.data import (
 import hookline
 from hookline import CheckpointError, TrainingError
 from hookline.config.trainer_config import MixConfig
+from hookline.trainer import data_position
 from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream
 
@@ -66,6 +67,15 @@ def three():
 @pytest.mark.parametrize("at", [1, 4, 9, 15, 20])
 def test_weighted_loaders(tmp_path, at):
     assert resume_equals(tmp_path, three, at, **WEIGHTED)
+
+
+def test_a_position_in_another_order_of_weighted_loaders_is_refused(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(data_position, "_ORDER", 1)
+        parent = train(tmp_path, three(), WEIGHTED, [SaveAt(7)])
+    (saved,) = (parent.run.path / "checkpoints").glob("step_*")
+    with pytest.raises(TrainingError, match="weighted loaders in another order"):
+        train(tmp_path, three(), WEIGHTED, resume_from=saved)
 
 
 @pytest.mark.parametrize("at", [3, 7, 10, 13, 17])

@@ -111,6 +111,7 @@ class _Position(TypedDict):
     now: Section
     generators: list[Any]
     val_generators: list[Any]
+    order: NotRequired[Count]
     loaders: list[_Loader]
     validated: dict[str, float]
 

@@ -41,6 +41,7 @@ from hookline.trainer.loader_passes import (
 
 log = logging.getLogger("hookline")
 
+_ORDER = 2  # how weighted loaders take turns; before it was saved, there was another order
 _MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
 _DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
 
@@ -104,6 +105,12 @@ class DataPosition:
 
     def _resume(self, stream: Stream, saved: Mapping[str, Any]) -> Iterator[Any]:
         """Restore the loaders and the random states; return the batches after the checkpoint."""
+        if stream.had_another_order and saved.get("order") != _ORDER:
+            raise TrainingError(
+                f"The checkpoint was made within epoch {self.epoch} by a version that mixed three "
+                "or more weighted loaders in another order, so its batches cannot be found again. "
+                "Resume from a checkpoint at the end of an epoch."
+            )
         loaders = saved["loaders"]
         for passes, before in zip(self._passes, loaders, strict=True):
             passes.restore_ended(before)
@@ -179,6 +186,7 @@ class DataPosition:
             "generators": [generator_state(generator) for generator in self._generators],
             "val_generators": [generator_state(generator) for generator in val_generators],
             "loaders": [passes.state_dict() for passes in self._passes],
+            "order": _ORDER,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:

@@ -188,6 +188,11 @@ class Stream:
             "dataset empty, or smaller than one batch with drop_last=True?"
         )
 
+    @property
+    def had_another_order(self) -> bool:
+        """Whether an older version may have mixed these loaders in another order."""
+        return self._mixing.weights is not None and len(self.names) > 2
+
     def _lengths(self) -> list[int | None]:
         return [length_of(loader) for loader in self.loaders]
 
