@@ -112,14 +112,14 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
     size = _size_of(data)
     for block_size, scalars in read_scalars(reader, data.media.add):
         for row in scalars:
-            rows = pending.get(row[2])
+            rows = pending.get(row[3])
             if rows is None:
                 if len(pending) >= MAX_SERIES:
                     if len(dropped) < MAX_SERIES:
-                        dropped.add(row[2])
+                        dropped.add(row[3])
                     continue
-                rows = pending[row[2]] = []
-                names[row[2]] = json.loads(row[2])
+                rows = pending[row[3]] = []
+                names[row[3]] = json.loads(row[3])
             rows.append(row)
         count += len(scalars)
         if count >= _MAX_PENDING:
