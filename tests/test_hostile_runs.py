@@ -33,8 +33,8 @@ from hookline.runs import Run, diff_runs, lease, open_run, read_records
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_reader import JsonlReader
-from hookline.runs.run_lookup import find_run, find_run_of_checkpoint, list_run_folders
-from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
+from hookline.runs.location import find_run, find_run_of_checkpoint, list_run_folders
+from hookline.runs.restart import check_crash_loop, find_unfinished_run
 
 SECONDS = 300  # whatever waits for ever fails
 COMMAND = get_command(app)
@@ -62,7 +62,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # One part, as `Place.change_part` expects.
     file = trainer.run.path / "manifest.json"
     manifest = json.loads(file.read_bytes())
-    file.write_text(json.dumps({**manifest, "parts": manifest["parts"][1:]}))
+    file.write_text(json.dumps({**manifest, "attempts": manifest["attempts"][1:]}))
     return trainer.run.path
 
 

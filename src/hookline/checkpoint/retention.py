@@ -20,16 +20,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
-from hookline.checkpoint.checkpoint_lookup import (
+from hookline.checkpoint.catalog import (
+    is_checkpoint_name,
+    is_count,
+    read_json,
     read_manifest,
     read_pointers,
     scan_checkpoints,
     set_pointer,
 )
-from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count, read_json
 from hookline.errors import CheckpointError, listed
 from hookline.files.limits import file_limits
-from hookline.printable import printable
 
 log = logging.getLogger("hookline")
 
@@ -106,7 +107,7 @@ class Retention:
     """The checkpoints of one writer.
 
     Call `reserve` before a checkpoint is saved: the writer's state, which is part of that
-    checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
+    checkpoint, then includes it. Call `add_saved` for every checkpoint that is durable; it removes
     the checkpoints that are no longer kept. Call `discard` for one that could not be saved.
     """
 
@@ -205,7 +206,7 @@ class Retention:
         self._pending = {c.name: c for c in rescored(self._pending.values())}
         self._apply_rules()
 
-    def mark_saved(self, path: Path) -> bool:
+    def add_saved(self, path: Path) -> bool:
         """Register a durable checkpoint and remove those that are no longer kept.
 
         Return False if the checkpoint was not reserved by this writer.
@@ -365,7 +366,7 @@ class Retention:
         Several requests at one boundary are one save into several folders, or two if some are for
         weights only. The process may have died between two of them.
         """
-        from hookline.checkpoint import checkpoint_folder  # here, because it imports torch
+        from hookline.checkpoint import folder as folders  # here, because it imports torch
 
         info = read_manifest(path)["info"]
         if run_id is None or info.get("run_id") != run_id:
@@ -375,11 +376,11 @@ class Retention:
             if checkpoint.step != info.get("step") or os.path.lexists(folder):
                 continue
             if not self._weights_only:
-                checkpoint_folder.duplicate_checkpoint(path, folder)
+                folders.duplicate_checkpoint(path, folder)
                 continue
-            full = checkpoint_folder.load_checkpoint(path)
+            full = folders.load_checkpoint(path)
             state = {"hooks": {writer: full.state["hooks"][writer]}}
-            checkpoint_folder.save_checkpoint(
+            folders.save_checkpoint(
                 folder, model=full.model, state=state, info={**full.info, "weights_only": True}
             )
 
@@ -414,7 +415,7 @@ def _read_entries(saved: Any) -> list[RetainedCheckpoint]:
         ):
             raise CheckpointError(
                 "The saved list of checkpoints is damaged: it has the entry "
-                f"{printable(fields)}. Expected the name of a folder, step, number and score."
+                f"{str(fields)[:200]}. Expected the name of a folder, step, number and score."
             )
     return [RetainedCheckpoint(**fields) for fields in saved]
 

@@ -164,6 +164,14 @@ class MetricSummary:
     best: float | None = None
     best_step: Any = None
 
+    def choose_best(self, name: str) -> MetricSummary:
+        """Set the best value of the metric of this name, if the name says which is better."""
+        is_low_better = is_better_when_low(name)
+        if is_low_better is not None:
+            low, high = (self.lowest, self.lowest_step), (self.highest, self.highest_step)
+            self.best, self.best_step = low if is_low_better else high
+        return self
+
 
 def summarize_metrics(reader: JsonlReader) -> dict[str, MetricSummary]:
     """Return a summary of each scalar metric, by name, in the order of their first values."""
@@ -192,11 +200,7 @@ def _complete(name: str, summary: MetricSummary) -> MetricSummary:
         return MetricSummary(summary.count, summary.last, json.loads(summary.last_step))
     for field in ("last_step", "lowest_step", "highest_step"):
         setattr(summary, field, json.loads(getattr(summary, field)))
-    is_low_better = is_better_when_low(name)
-    if is_low_better is not None:
-        which = "lowest" if is_low_better else "highest"
-        summary.best, summary.best_step = getattr(summary, which), getattr(summary, f"{which}_step")
-    return summary
+    return summary.choose_best(name)
 
 
 def is_better_when_low(name: str) -> bool | None:

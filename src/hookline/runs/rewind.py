@@ -44,8 +44,8 @@ def plan_rewind(
 ) -> Rewind | None:
     """Return the rewind that brings the log to a position; None if there is nothing to do.
 
-    If an earlier rewind has moved records before the position, because the checkpoint is of a part
-    of the training that was repeated, the log is cut to what is still there.
+    If an earlier rewind has moved records before the position, because the run was resumed
+    from an earlier checkpoint meanwhile, the log is cut to what is still there.
     """
     if (
         not isinstance(position, Mapping)

@@ -154,8 +154,8 @@ def _memory() -> Iterator[tuple[str, float]]:
     if _HAS_PROC:
         yield "system/memory_mb", resident_mb()
         sizes = _read_sizes("/proc/meminfo")
-        share = 1 - sizes["MemAvailable:"] / sizes["MemTotal:"]
-        yield "system/machine_memory_percent", 100 * share
+        free = sizes["MemAvailable:"] / sizes["MemTotal:"]
+        yield "system/machine_memory_percent", 100 * (1 - free)
         return
     yield "system/memory_mb", _psutil().Process().memory_info().rss / 1e6
     yield "system/machine_memory_percent", float(_psutil().virtual_memory().percent)

@@ -71,9 +71,9 @@ from hookline.loop.rank_sync import RankMetrics
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
 from hookline.loop.weight_sharing import share_buffers
+from hookline.runs.location import shorten_path
 from hookline.runs.run import Kind, RemoteRun
-from hookline.runs.run_lookup import shorten_path
-from hookline.trackers.tracker_set import make_tracker_set
+from hookline.trackers.group import make_tracker_set
 from hookline.trainer.checks import (
     check_functions,
     check_gradient,

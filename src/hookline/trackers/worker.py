@@ -26,7 +26,7 @@ from hookline.masking import mask_known_values
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import VERSION, InvalidValue, MetricRecord
 from hookline.runs.jsonl_reader import find_metric_problem, is_finite_number, read_jsonl_backwards
-from hookline.trackers.tracker import RefusedValues, TrackedRun, TrackedValue, Tracker
+from hookline.trackers.protocol import RefusedValues, TrackedRun, TrackedValue, Tracker
 
 log = logging.getLogger("hookline")
 
@@ -215,7 +215,7 @@ class _LoggedPosition:
         self.value = self._read()
 
     def advance(self, position: int) -> None:
-        """Note that the tool was given everything up to a position."""
+        """Note that the tool got everything up to a position."""
         self.value = position
         now = time.monotonic()
         self._unsaved.append((now, position))
