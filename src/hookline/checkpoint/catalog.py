@@ -75,12 +75,6 @@ def shard_files(manifest: Manifest, kind: str) -> list[str]:
     return [n for n in manifest["files"] if n.startswith(f"{kind}-") and _SHARDS.fullmatch(n)]
 
 
-def _rank_of(name: str) -> int:
-    """Return the rank that has written a file."""
-    found = _SHARDS.fullmatch(name)
-    return 0 if found is None else int(found[1])
-
-
 def is_count(value: Any) -> TypeGuard[int]:
     """Return whether a value is an integer from 0 to 2**63 - 1, and not a boolean."""
     return type(value) is int and 0 <= value < _INT64_LIMIT
@@ -225,7 +219,8 @@ def check_hashes(
     """
     rank, size = ranks
     for name, expected in manifest["files"].items():
-        if _rank_of(name) % size != rank:
+        shards = _SHARDS.fullmatch(name)
+        if (int(shards[1]) if shards else 0) % size != rank:
             continue
         hashed = xxhash.xxh3_64()
         with _reading(name), open_regular_file(path / name) as file:

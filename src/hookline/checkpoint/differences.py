@@ -156,7 +156,8 @@ def _compare(kind: str, saved: State, here: State) -> tuple[list[str], list[bool
     before, now = saved.get(f"{kind}s", ()), here.get(f"{kind}s", ())
     lines, fits = [], [False] * len(now)
     if len(before) != len(now):
-        lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
+        are = "is" if len(now) == 1 else "are"
+        lines.append(f"the checkpoint has {_count(before, kind)}, and here {are} {len(now)}")
     for index, both in enumerate(zip(before, now, strict=False)):
         found = _describe_classes(kind, index, saved, here)
         if kind == "optimizer":
@@ -229,7 +230,3 @@ def _limit(lines: list[str], what: str) -> list[str]:
 
 def _count(items: Sequence[Any], what: str) -> str:
     return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
-
-
-def _are(items: Sequence[Any]) -> str:
-    return f"{'is' if len(items) == 1 else 'are'} {len(items)}"

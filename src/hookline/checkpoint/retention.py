@@ -37,7 +37,7 @@ log = logging.getLogger("hookline")
 Mode = Literal["min", "max"]
 """Which score is better: the lower or the higher one."""
 
-_reserved_paths: set[Path] = set()
+_reserved: set[Path] = set()
 """Paths that writers of this process have reserved and not saved yet."""
 
 
@@ -188,8 +188,9 @@ class Retention:
 
         If the name is taken, `_2`, `_3` … is added. The checkpoint is ranked by the score.
         """
-        path = next(path for path in numbered_paths(self.folder / name) if _is_free(path))
-        _reserved_paths.add(path.resolve())
+        paths = numbered_paths(self.folder / name)
+        path = next(p for p in paths if not os.path.lexists(p) and p.resolve() not in _reserved)
+        _reserved.add(path.resolve())
         checkpoint = RetainedCheckpoint(path.name, step, self._number, score)
         self._pending[path.name] = checkpoint
         self._latest = [*(one for one in self._latest if one.step == step), checkpoint]
@@ -241,11 +242,11 @@ class Retention:
         """Free the reserved names: nothing more will be saved under them."""
         if self._folder is not None:
             paths = ((self._folder / name).resolve() for name in self._pending)
-            _reserved_paths.difference_update(paths)
+            _reserved.difference_update(paths)
 
     def _take_pending(self, checkpoint: RetainedCheckpoint) -> None:
         del self._pending[checkpoint.name]
-        _reserved_paths.discard((self.folder / checkpoint.name).resolve())
+        _reserved.discard((self.folder / checkpoint.name).resolve())
 
     def _find_pending(self, path: Path) -> RetainedCheckpoint | None:
         """Return what was reserved for this path."""
@@ -453,7 +454,3 @@ def _read_created(path: Path) -> str | None:
         return str(read_manifest(path)["created"])
     except CheckpointError:
         return None
-
-
-def _is_free(path: Path) -> bool:
-    return not os.path.lexists(path) and path.resolve() not in _reserved_paths

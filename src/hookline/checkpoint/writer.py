@@ -202,7 +202,9 @@ class CheckpointWriter:
             for name, data in self._files.items()
         }
         files |= self._others
-        manifest = _encode_manifest(files, self._info, _next_number(folder.parent.parent))
+        others = scan_checkpoints(folder.parent.parent).complete.values()
+        number = 1 + max((other.get("number", 0) for other in others), default=0)
+        manifest = _encode_manifest(files, self._info, number)
         self._write_file(folder / "manifest.json", memoryview(manifest))
         sync(folder)
 
@@ -305,12 +307,6 @@ def _encode_manifest(files: Mapping[str, Any], info: Any, number: int) -> bytes:
     }
     manifest["check"] = hash_manifest(manifest)
     return (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _next_number(folder: Path) -> int:
-    """Return one more than the highest number of the complete checkpoints in a folder."""
-    numbers = (m.get("number", 0) for m in scan_checkpoints(folder).complete.values())
-    return 1 + max(numbers, default=0)
 
 
 def _visible(folder: Path) -> Path:

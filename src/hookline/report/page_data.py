@@ -151,7 +151,8 @@ def _marks(data: RunData) -> list[list[Any]]:
         marks.append([kind, numbers[0], event.get("time"), shorten(text, 300), numbers[1]])
 
     for event in data.events_of("checkpoint"):
-        add("checkpoint", event, f"checkpoint {_base_name(event.get('path'))}")
+        path = str(event.get("path")).replace("\\", "/").rstrip("/")
+        add("checkpoint", event, f"checkpoint {path.rpartition('/')[2]}")
     for event in data.events_of("checkpoint_failed"):
         add("failure", event, f"checkpoint failed: {event.get('error')}")
     for event in data.events_of(_SKIPPED):
@@ -267,10 +268,6 @@ def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
         if value is not None
     ]
     return rows[:_MAX_CONFIG]
-
-
-def _base_name(path: Any) -> str:
-    return str(path).replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 # -- loss spikes ----------------------------------------------------------------------------------

@@ -86,13 +86,15 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
     changes = ", with uncommitted changes" if git.get("dirty") else ""
     branch = f" on {git['branch']}" if git.get("branch") else ""
     versions = manifest.get("versions", {}).items()
+    parent = manifest.get("parent")
+    origin = parent and f"run {parent.get('run_id')} at step {parent.get('step')}"
     fields = [
         ("run", overview["id"]),
         ("name", manifest.get("name")),
         ("tags", join_some(manifest.get("tags") or ())),
         ("folder", overview["path"]),
         ("status", overview["status"]),
-        ("forked from", _describe_parent(manifest.get("parent"))),
+        ("forked from", origin),
         ("last error", _first_line(overview["last_error"])),
         ("started", f"{format_time(overview['started'])} UTC"),
         ("trained", _describe_training(overview)),
@@ -104,10 +106,6 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("versions", join_some(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
-
-
-def _describe_parent(parent: Any) -> str | None:
-    return None if parent is None else f"run {parent.get('run_id')} at step {parent.get('step')}"
 
 
 def _training_fields(training: Any) -> list[tuple[str, str]]:

@@ -67,11 +67,12 @@ class TrackerSet:
             manifest=dict(manifest),
             hyperparameters=flatten(config),
         )
-        saved = manifest.get("trackers", {})
+        found = manifest.get("trackers", {})
+        saved = {n: found[n] if isinstance(found.get(n), dict) else {} for n in self._trackers}
         for name, tracker in self._trackers.items():
             _prepare(name, tracker)
         self._threads = [
-            TrackerThread(name, tracker, _with_ids(tracked, saved.get(name)), self._max_values)
+            TrackerThread(name, tracker, replace(tracked, saved=saved[name]), self._max_values)
             for name, tracker in self._trackers.items()
         ]
         self._unwritten = [*self._threads]
@@ -199,7 +200,3 @@ def _prepare(name: str, tracker: Tracker) -> None:
             prepare()
         except Exception:
             log.exception("The tracker '%s' could not be prepared. Training continues.", name)
-
-
-def _with_ids(run: TrackedRun, saved: Any) -> TrackedRun:
-    return replace(run, saved=saved) if isinstance(saved, dict) else run

@@ -275,12 +275,9 @@ def _to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue
     elif kind == "image":
         value = (folder or Path()) / str(record[5]["path"])
     name = name if type(name) is str else str(to_jsonable(name))
-    return TrackedValue(_to_int(step), to_jsonable(name) or "_", kind, value, seconds)
-
-
-def _to_int(step: Any) -> int:
-    """Return a step as the tools can store it: an integer of 64 bits."""
-    return max(-_MAX_STEP, min(_MAX_STEP, step)) if type(step) is int else 0
+    # The tools store integers of 64 bits.
+    step = max(-_MAX_STEP, min(_MAX_STEP, step)) if type(step) is int else 0
+    return TrackedValue(step, to_jsonable(name) or "_", kind, value, seconds)
 
 
 def _read_range(file: Path, start: int, end: int) -> Iterator[tuple[list[MetricRecord], int]]:

@@ -141,7 +141,7 @@ def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     strategy = trainer.strategy
     options: Any = {}
     if strategy.is_sharded and strategy.is_distributed:
-        options = {"share": _own_selection(trainer)}
+        options = {"selection": _own_selection(trainer)}
     checkpoint: Checkpoint | None = None
     error: CheckpointError | None = None
     try:
