@@ -19,7 +19,7 @@ import torch
 
 from bench.harness import Row, Spread, interleave
 from hookline.runs.run import Run
-from hookline.trackers.tracker_set import TrackerSet
+from hookline.trackers.group import TrackerSet
 
 __all__ = ["run"]
 

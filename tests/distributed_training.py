@@ -211,21 +211,21 @@ def end_together(folder: Path) -> dict[str, Any]:
 
 def fail_part(folder: Path, **fields: Any) -> dict[str, Any]:
     """The second save fails in rank 1; training goes on, and the first checkpoint stays."""
-    from hookline.checkpoint.checkpoint_writer import PartWriter
+    from hookline.checkpoint.writer import ShardWriter
 
-    write_file, saves = PartWriter._write_file, []
+    write_file, saves = ShardWriter._write_file, []
 
-    def fail(self: PartWriter, file: Path, data: memoryview) -> str:
+    def fail(self: ShardWriter, file: Path, data: memoryview) -> str:
         saves.append(self._shared.token)
         if len(set(saves)) == 2 and file.suffix == ".safetensors":
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_file(self, file, data)
 
-    PartWriter._write_file = fail  # type: ignore[method-assign]
+    ShardWriter._write_file = fail  # type: ignore[method-assign]
     trainer, watch = make(folder, max_steps=9, **fields)
     trainer.add_hook(ModelCheckpoint(every_n_steps=4, save_top_k=-1, monitor=None))
     trainer.fit(loaders()[0])
-    PartWriter._write_file = write_file  # type: ignore[method-assign]
+    ShardWriter._write_file = write_file  # type: ignore[method-assign]
     return describe(trainer, watch)
 
 

@@ -18,7 +18,7 @@ from hookline.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from hookline.checkpoint.checkpoint_lookup import scan_checkpoints, verify_checkpoint
+from hookline.checkpoint.catalog import scan_checkpoints, verify_checkpoint
 from hookline.checkpoint.contents import read_contents
 from hookline.hooks.checkpointing.upload import Bundle
 from hookline.runs.checkpoint_reader import get_last_checkpoint, read_checkpoints

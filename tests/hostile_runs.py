@@ -29,10 +29,10 @@ class Place(NamedTuple):
         manifest = json.loads(file.read_bytes())
         file.write_text(json.dumps({**manifest, **fields}), encoding="utf-8")
 
-    def change_part(self, **fields: Any) -> None:
-        """Set fields of the only part in the hostile run's manifest."""
+    def change_attempt(self, **fields: Any) -> None:
+        """Set fields of the only attempt in the hostile run's manifest."""
         manifest = json.loads((self.run / "manifest.json").read_bytes())
-        self.change(parts=[{**manifest["parts"][0], **fields}])
+        self.change(attempts=[{**manifest["attempts"][0], **fields}])
 
     def replace_manifest(self, old: str, new: str) -> None:
         """Replace a text in the hostile run's manifest."""
@@ -96,7 +96,7 @@ def event(**fields: Any) -> dict[str, Any]:
 
 
 def rewind(**fields: Any) -> dict[str, Any]:
-    return {"rewinds": [{"metrics": 0, "end": 10, "repeated": 0, "restored": [], **fields}]}
+    return {"rewinds": [{"metrics": 0, "end": 10, "repeated": 0, **fields}]}
 
 
 Attack = Callable[[Place], object]
@@ -106,8 +106,8 @@ def set_field(**fields: Any) -> Attack:
     return lambda place: place.change(**fields)
 
 
-def set_part(**fields: Any) -> Attack:
-    return lambda place: place.change_part(**fields)
+def set_attempt(**fields: Any) -> Attack:
+    return lambda place: place.change_attempt(**fields)
 
 
 def add_metric(*lines: bytes | dict[str, Any]) -> Attack:
@@ -234,24 +234,32 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "training list": (set_field(training=[1]), "'training' is a list"),
     "lost records": (set_field(lost_records="many"), "'lost_records' is 'many'"),
     "lost records huge": (set_field(lost_records=10**400), "'lost_records' is 1000"),
-    "parts number": (set_field(parts=3), "'parts' is 3; expected a list of objects"),
-    "parts of numbers": (set_field(parts=[3]), "'parts' is a list; expected a list of objects"),
-    "parts object": (set_field(parts={"a": 1}), "'parts' is an object"),
+    "attempts number": (set_field(attempts=3), "'attempts' is 3; expected a list of objects"),
+    "attempts of numbers": (
+        set_field(attempts=[3]),
+        "'attempts' is a list; expected",
+    ),
+    "attempts object": (set_field(attempts={"a": 1}), "'attempts' is an object"),
     **{
-        f"pid {pid}": (set_part(pid=pid, ended=None, status="training"), "'pid' of part 1 is")
+        f"pid {pid}": (set_attempt(pid=pid, ended=None, status="training"), "'pid' of attempt 1 is")
         for pid in (0, -1, 2**31, 2**70, 10**400, 1.5, True, "1", [1])
     },
-    "part times": (set_part(started=5, ended={}), "'started' of part 1 is 5"),
-    "part time out of range": (set_part(started="0001-01-01T00:00:00+23:59"), ""),
-    "part host": (set_part(host=["a"]), "'host' of part 1 is a list"),
-    "part error": (set_part(error="x"), "'error' of part 1 is 'x'"),
-    "part error fields": (set_part(error={"message": {}}), "'error' of part 1 is an object"),
-    "part resumed from": (set_part(resumed_from={}), "'resumed_from' of part 1 is an object"),
+    "attempt times": (set_attempt(started=5, ended={}), "'started' of attempt 1 is 5"),
+    "attempt time out of range": (set_attempt(started="0001-01-01T00:00:00+23:59"), ""),
+    "attempt host": (set_attempt(host=["a"]), "'host' of attempt 1 is a list"),
+    "attempt error": (set_attempt(error="x"), "'error' of attempt 1 is 'x'"),
+    "attempt error fields": (
+        set_attempt(error={"message": {}}),
+        "'error' of attempt 1 is an",
+    ),
+    "attempt resumed from": (
+        set_attempt(resumed_from={}),
+        "'resumed_from' of attempt 1 is an",
+    ),
     "rewinds text": (set_field(rewinds="x"), "'rewinds' is 'x'"),
     "rewinds of numbers": (set_field(rewinds=[1]), "'rewinds' is a list"),
     "rewind negative": (set_field(**rewind(metrics=-5)), "'rewinds' is a list"),
     "rewind end": (set_field(**rewind(metrics=50)), "'rewinds' is a list"),
-    "rewind pieces": (set_field(**rewind(restored=[["a", 1]])), "'rewinds' is a list"),
     "rewind float": (set_field(**rewind(repeated=1.5)), "'rewinds' is a list"),
     # -- metrics
     "metrics no object": (add_metric(b"[1]"), r"line \d+: it is not an object"),

@@ -358,7 +358,7 @@ def write(folder: Path) -> None:
 
 def without_machine(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return a manifest without the paths and packages of the machine that wrote it."""
-    for described in (manifest, *manifest["parts"]):
+    for described in (manifest, *manifest["attempts"]):
         described["command"] = ["python", "train.py"]
         described["git"] = described["git"] | {"folder": None}
     return manifest | {"packages": {}}

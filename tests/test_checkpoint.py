@@ -38,7 +38,7 @@ from hookline.checkpoint import (
     save_checkpoint,
     set_pointer,
 )
-from hookline.checkpoint.checkpoint_manifest import hash_manifest
+from hookline.checkpoint.catalog import hash_manifest
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.context import LazyFloat, Metrics
 from hookline.runs.checkpoint_reader import read_checkpoints
@@ -703,7 +703,7 @@ def test_every_flipped_byte_is_noticed(good: Path, name: str) -> None:
 
 
 def test_a_file_with_a_right_hash_that_cannot_be_read_is_a_clear_error(good: Path) -> None:
-    from hookline.checkpoint.checkpoint_manifest import hash_manifest
+    from hookline.checkpoint.catalog import hash_manifest
 
     content = b'{"state": {"$": "tensor", "v": "t9"}, "model": {}}'
     (good / "state.json").write_bytes(content)

@@ -23,8 +23,7 @@ from hookline.checkpoint import (
     save_checkpoint,
     set_pointer,
 )
-from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
-from hookline.checkpoint.checkpoint_manifest import hash_manifest
+from hookline.checkpoint.catalog import hash_manifest, scan_checkpoints
 from hookline.runs import Run
 
 FILES = ("manifest.json", "model.safetensors", "state.safetensors", "state.json")
@@ -202,7 +201,7 @@ def test_an_emergency_checkpoint_is_found_only_by_name(tmp_path: Path) -> None:
     assert hookline.get_last_checkpoint(tmp_path / "run") == first
     assert find_checkpoint(crashed) == crashed
     shutil.rmtree(first)
-    with pytest.raises(CheckpointError, match=r"saved after a crash, give its folder: 'b'"):
+    with pytest.raises(CheckpointError, match=r"give its folder: b \(saved after a crash\)"):
         find_checkpoint(tmp_path / "run")
     assert hookline.get_last_checkpoint(tmp_path / "run") is None
 

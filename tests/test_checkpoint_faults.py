@@ -102,8 +102,6 @@ def check_faulty_save(old: Path, results: list[SaveResult], value: int) -> bool:
         assert (result.error is not None) or (result.path is not None)
         if result.path is not None:
             assert load_checkpoint(result.path).state == {"v": value}
-        if "No partial files were left" in str(result.error):
-            assert not [p for p in leftovers(old.parent) if result.requested.name in p.name]
     paths = {old, *(result.path for result in results if result.path is not None)}
     assert set(complete_checkpoints(old.parent)) == paths
     assert {p for p in old.parent.iterdir() if p.name[0] not in "l."} == paths
@@ -208,7 +206,7 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(
     assert result.path is None
     message = str(result.error)
     assert f"The checkpoint {small_disk / 'b'} could not be written" in message
-    assert "No partial files were left. Free space on the disk" in message
+    assert "Free space on the disk" in message
     assert ("2.0 MB are needed, and 1.0 MB are free" in message) == is_checked
     assert sorted(p.name for p in small_disk.iterdir()) == ["a", "last"]
     assert load_checkpoint(find_checkpoint(small_disk)).state == {"v": 1}
@@ -294,7 +292,6 @@ def test_a_folder_that_is_removed_during_the_write_is_reported(
     (result,) = saver.finished()
     assert result.path is None
     assert "No such file or directory" in str(result.error)
-    assert "No partial files were left" in str(result.error)
     assert not (tmp_path / "run").exists()
     assert save(tmp_path / "run" / "checkpoints" / "c", 3)[0].error is None
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from odd_trees import ODD, TAGGED, paths_in, put
 
-from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+from hookline.checkpoint.catalog import scan_checkpoints
 
 
 def only_checkpoint_errors(root: Path) -> None:

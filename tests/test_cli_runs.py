@@ -60,8 +60,8 @@ class Three:
         )
         self.third = write(root, {"seed": 1, "decay": 0.9}, [4.0], "training")
         self.third.flush()
-        part = {**self.third.manifest["parts"][0], "pid": 2**22 + 1}
-        self.third.update(parts=[part], git={"commit": "fedcba9876543210", "dirty": True})
+        part = {**self.third.manifest["attempts"][0], "pid": 2**22 + 1}
+        self.third.update(attempts=[part], git={"commit": "fedcba9876543210", "dirty": True})
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.errors import RunError
 from hookline.runs import Run, open_run
-from hookline.runs.unfinished_runs import check_crash_loop
+from hookline.runs.restart import check_crash_loop
 
 
 class Fails(hookline.Hook):
@@ -52,7 +52,7 @@ def test_the_same_failure_twice_after_a_checkpoint_names_an_older_one(tmp_path: 
     assert f"the checkpoint {last}, in or after step 5" in message
     assert f"hookline train CONFIG --resume {older}\n" in message
     check_crash_loop(path, older)
-    parts = open_run(path).manifest["parts"]
+    parts = open_run(path).manifest["attempts"]
     assert [part["number"] for part in parts] == [1, 2]
     assert [part["resumed_from"] for part in parts] == [None, last.name]
     assert parts[1]["error"]["step"] == 5

@@ -32,7 +32,7 @@ from hookline.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+from hookline.checkpoint.catalog import scan_checkpoints
 from hookline.checkpoint.contents import read_contents
 from hookline.checkpoint.retention import Retention, remove_checkpoint
 from hookline.files.limits import file_limits

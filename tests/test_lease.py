@@ -210,7 +210,7 @@ def test_a_writer_on_another_host_is_recognized_by_its_heartbeat(
     run.close()
     assert [row["value"] for row in open_run(path).metrics()] == [1, -2]
     assert open_run(path).manifest["status"] == "completed"
-    assert len(open_run(path).manifest["parts"]) == 2
+    assert len(open_run(path).manifest["attempts"]) == 2
     assert not open_run(path).events("late")
 
 
@@ -260,7 +260,7 @@ def test_a_lease_file_that_was_removed_is_lost(run: Run, caplog: pytest.LogCaptu
 
 def test_the_status_of_a_run_on_another_host_is_known_from_its_heartbeat(run: Run) -> None:
     file = next(run.path.glob("lease-*"))
-    run.update(parts=[{**run.manifest["parts"][0], "host": "elsewhere"}])
+    run.update(attempts=[{**run.manifest["attempts"][0], "host": "elsewhere"}])
     assert open_run(run.path).status == "training"
     hour_ago = time.time() - 3600
     os.utime(file, (hour_ago, hour_ago))

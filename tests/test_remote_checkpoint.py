@@ -13,7 +13,7 @@ from loops import batches, make_trainer, same, weights
 
 from hookline import CheckpointError, ConfigError
 from hookline.checkpoint import load_checkpoint, save_checkpoint
-from hookline.checkpoint.checkpoint_manifest import hash_manifest
+from hookline.checkpoint.catalog import hash_manifest
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.upload import UploadHook

@@ -25,7 +25,7 @@ from hookline.checkpoint import (
     set_pointer,
 )
 from hookline.checkpoint.atomic_files import remove_leftovers
-from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+from hookline.checkpoint.catalog import scan_checkpoints
 from hookline.checkpoint.retention import (
     KeepRules,
     RetainedCheckpoint,
@@ -50,7 +50,7 @@ def opened(folder: Path, **options) -> Retention:
 def save(retention: Retention, name: str, score: float | None = None, step: int = 0) -> Path:
     path = write(retention.reserve(name, step, score), retention, step)
     set_pointer(path.parent, "last", path)  # as the trainer does
-    assert retention.mark_saved(path)
+    assert retention.add_saved(path)
     return path
 
 
@@ -107,13 +107,13 @@ def test_would_keep_is_true_for_exactly_what_is_kept(saves, keep_best, keep_last
             assert late.would_keep(step, score) == expected
             if not expected:
                 continue
-            assert soon.mark_saved(write(soon.reserve(f"c{i}", step, score)))
+            assert soon.add_saved(write(soon.reserve(f"c{i}", step, score)))
             assert f"c{i}" in [one.name for one in soon.saved]
             made.append(RetainedCheckpoint("", step, i, score))
             waiting.append(write(late.reserve(f"c{i}", step, score)))
             assert late.state_dict() == soon.state_dict() or math.isnan(score)
         for path in waiting:
-            late.mark_saved(path)
+            late.add_saved(path)
         if waiting:
             accepted = [
                 replace(one, name=path.name) for one, path in zip(made, waiting, strict=True)
@@ -171,24 +171,24 @@ def test_a_checkpoint_that_last_or_best_names_is_never_removed(tmp_path):
     a = save(retention, "a", 3.0)
     b = write(retention.reserve("b", 1, 2.0))
     set_pointer(tmp_path, "last", a)  # somebody points it elsewhere
-    retention.mark_saved(b)
+    retention.add_saved(b)
     assert names(tmp_path) == ["a", "b"]
     c = write(retention.reserve("c", 2, 1.0))
     set_pointer(tmp_path, "last", c)
-    retention.mark_saved(c)
+    retention.add_saved(c)
     assert names(tmp_path) == ["c"], "and is when nothing names it any more"
 
 
 def test_checkpoints_of_others_are_not_removed(tmp_path):
     retention = opened(tmp_path)
     other = write(tmp_path / "other")
-    assert not retention.mark_saved(other)
+    assert not retention.add_saved(other)
     save(retention, "a", 2.0)
     save(retention, "b", 1.0)
     assert names(tmp_path) == ["b", "other"]
     elsewhere = write(tmp_path / "sub" / "c")
     retention.reserve("c", 0, 0.0)
-    assert not retention.mark_saved(elsewhere), "the same name in another folder"
+    assert not retention.add_saved(elsewhere), "the same name in another folder"
 
 
 def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
@@ -229,7 +229,7 @@ def test_nothing_is_removed_before_its_successor_is_durable(tmp_path):
     retention.discard(b)
     assert names(tmp_path) == ["a"]
     set_pointer(tmp_path, "last", write(c))
-    retention.mark_saved(c)
+    retention.add_saved(c)
     assert names(tmp_path) == ["c"]
     assert find_checkpoint(tmp_path / "best").name == "c"
 
@@ -240,8 +240,8 @@ def test_two_writers_that_share_files_do_not_harm_each_other(tmp_path):
     b.mkdir()
     for file in a.iterdir():  # as the saver does for two requests at one boundary
         (b / file.name).hardlink_to(file)
-    assert one.mark_saved(a)
-    assert two.mark_saved(b)
+    assert one.add_saved(a)
+    assert two.add_saved(b)
     save(one, "better", 1.0)
     assert names(tmp_path) == ["b", "better"]
     assert load_checkpoint(b).model["w"].tolist() == [0.0, 0.0]
@@ -256,18 +256,18 @@ def test_two_writers_never_get_the_same_name(tmp_path):
     assert (first.name, second.name) == ("x", "x_2")
     write(first)
     write(second)
-    assert not two.mark_saved(first)
-    assert one.mark_saved(first)
-    assert not one.mark_saved(second)
-    assert two.mark_saved(second)
+    assert not two.add_saved(first)
+    assert one.add_saved(first)
+    assert not one.add_saved(second)
+    assert two.add_saved(second)
 
 
 def test_a_name_that_another_writer_reserved_is_not_a_variant_of_ours(tmp_path):
     one, two = opened(tmp_path), opened(tmp_path)
     one.reserve("x", 1, 1.0)
     second = write(two.reserve("x", 1, 1.0))
-    assert not one.mark_saved(second)
-    assert two.mark_saved(second)
+    assert not one.add_saved(second)
+    assert two.add_saved(second)
 
 
 def test_checkpoints_that_are_being_saved_count_in_would_keep(tmp_path):
@@ -357,7 +357,7 @@ def test_a_kill_at_any_system_call_of_pruning_leaves_complete_checkpoints_only(t
             save(retention, "a", 2.0, 1)
             path = write(retention.reserve("b", 2, 1.0), retention, 2)
             set_pointer(folder, "last", path)
-        if not kill_at(number, lambda r=retention, p=path: r.mark_saved(p)):
+        if not kill_at(number, lambda r=retention, p=path: r.add_saved(p)):
             break
         scan = scan_checkpoints(folder)
         assert set(names(folder)) - set(scan.damage) >= {"b"}
@@ -492,7 +492,7 @@ def test_a_users_copy_beside_the_checkpoint_resumed_from_is_not_ours(tmp_path):
 def test_without_a_run_only_what_the_state_lists_is_recognized(tmp_path):
     retention = opened(tmp_path, keep_best=2)
     a = write(retention.reserve("a", 1, 2.0), retention, 1, run_id=None)
-    retention.mark_saved(a)
+    retention.add_saved(a)
     write(retention.reserve("b", 2, 1.0), retention, 2, run_id=None)
     assert [one.name for one in resumed(tmp_path, a).saved] == ["a"]
 
@@ -515,7 +515,7 @@ def test_best_that_cannot_be_moved_is_an_error_after_the_rest_is_done(tmp_path):
     path = write(retention.reserve("b", 1, 2.0), retention, 1)
     set_pointer(tmp_path, "last", path)
     with pytest.raises(CheckpointError, match="best could not be written"):
-        retention.mark_saved(path)
+        retention.add_saved(path)
     assert names(tmp_path) == ["b", "best"]
     (tmp_path / "best").rmdir()
     save(retention, "c", 1.0)

@@ -265,7 +265,7 @@ def test_versions_packages_platform_devices_and_process_are_told(tmp_path: Path)
     assert (devices["used"], devices["cpus"]) == ("cpu", os.cpu_count())
     assert devices["threads"] == torch.get_num_threads()
     assert devices["cuda"] == torch.cuda.device_count()
-    (part,) = found["parts"]
+    (part,) = found["attempts"]
     assert part["pid"] == os.getpid()
     assert part["git"] == found["git"]
     assert "packages" not in part
@@ -339,7 +339,7 @@ def test_a_critical_failure_at_the_end_of_training_is_how_the_run_ended(
     (folder,) = tmp_path.iterdir()
     run = open_run(folder)
     status = "error" if isinstance(error, OSError) else "interrupted"
-    assert run.status == run.manifest["parts"][-1]["status"] == training.status == status
+    assert run.status == run.manifest["attempts"][-1]["status"] == training.status == status
     assert run.events("end")[0]["status"] == status
     assert str(error) in run.manifest["last_error"]
 
@@ -464,7 +464,7 @@ def test_the_hash_of_a_resumed_run_does_not_depend_on_how_far_it_was(tmp_path: P
 
     first = scheduled(Stops(2)).fit(batches(4))
     again = scheduled(Stops(99)).fit(batches(4), resume_from=first.run.path)
-    before, after = again.run.manifest["parts"]
+    before, after = again.run.manifest["attempts"]
     assert before["config_hash"] == after["config_hash"]
     assert "training" not in before
 
@@ -543,7 +543,7 @@ def test_a_resumed_run_tells_what_each_part_had(tmp_path: Path) -> None:
     assert again.run.id == first.run.id == manifest["run_id"]
     assert manifest["config"]["max_epochs"] == 2  # what it went on with
     assert [hook["name"] for hook in manifest["hooks"]] == ["stops", "watch", "identity"]
-    before, after = manifest["parts"]
+    before, after = manifest["attempts"]
     assert before["config"]["max_epochs"] == 1
     assert [hook["name"] for hook in before["hooks"]] == ["stops", "identity"]
     assert before["config_hash"] != after["config_hash"] == manifest["config_hash"]
@@ -565,7 +565,7 @@ def test_a_part_that_was_killed_is_told_as_lost_when_the_run_goes_on(tmp_path: P
     (path,) = tmp_path.iterdir()
     assert open_run(path).status == "lost"
     run = Run.open(path, resume=True)
-    first, second = run.manifest["parts"]
+    first, second = run.manifest["attempts"]
     run.close()
     assert (first["status"], second["status"]) == ("lost", "training")
     assert first["started"] < first["ended"] <= second["started"]

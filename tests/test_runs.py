@@ -57,7 +57,7 @@ def test_a_new_run_says_what_it_is(run: Run) -> None:
     assert found["command"] == sys.orig_argv
     assert found["versions"]["torch"] == torch.__version__
     assert set(found["versions"]) == {"torch", "hookline", "python", "cuda"}
-    assert found["created"] == found["started"] == found["parts"][0]["started"]
+    assert found["created"] == found["started"] == found["attempts"][0]["started"]
     assert found["ended"] is None
 
 
@@ -309,8 +309,8 @@ def test_closing_writes_everything_and_how_it_ended(run: Run) -> None:
     run.update(note="hello", lr=math.nan)
     run.close("error", error=ValueError("bad"))
     found = manifest(run)
-    assert found["status"] == found["parts"][0]["status"] == "error"
-    assert found["ended"] == found["parts"][0]["ended"] > found["started"]
+    assert found["status"] == found["attempts"][0]["status"] == "error"
+    assert found["ended"] == found["attempts"][0]["ended"] > found["started"]
     assert found["last_error"] == "ValueError: bad"
     assert (found["note"], found["lr"], found["lost_records"]) == ("hello", "NaN", 0)
     assert values(run) == [1.0]
@@ -328,10 +328,10 @@ def test_resuming_keeps_the_id_and_adds_a_part(run: Run) -> None:
     again = Run.open(run.path, resume=True)
     assert again.id == run.id
     assert manifest(again)["status"] == "training"
-    assert [part["status"] for part in manifest(again)["parts"]] == ["interrupted", "training"]
+    assert [part["status"] for part in manifest(again)["attempts"]] == ["interrupted", "training"]
     again.log(1, 0, "x", 2.0)
     again.close("completed")
-    assert [part["status"] for part in manifest(again)["parts"]] == ["interrupted", "completed"]
+    assert [part["status"] for part in manifest(again)["attempts"]] == ["interrupted", "completed"]
     assert manifest(again)["last_error"] is None
     assert manifest(again)["created"] == run.manifest["created"]
     assert values(again) == [1.0, 2.0]
@@ -446,7 +446,7 @@ def test_a_kill_leaves_whole_lines_and_a_whole_manifest(tmp_path: Path) -> None:
     assert [record["step"] for record in records(run)] == [*steps, -1]
     assert records(run, "events.jsonl")[-1]["kind"] == "resumed"
     assert run.manifest["step"] > 0
-    assert len(run.manifest["parts"]) == 2
+    assert len(run.manifest["attempts"]) == 2
 
 
 FULL = """

@@ -26,7 +26,7 @@ from hookline.cli.app import main
 from hookline.config_files import load_training
 from hookline.runs import Run
 from hookline.runs.jsonable import config_hash
-from hookline.runs.unfinished_runs import find_unfinished_run
+from hookline.runs.restart import find_unfinished_run
 
 # Each place that a secret can come from, by the name of the secret in it.
 NAMES = (

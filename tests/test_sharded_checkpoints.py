@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sharded_training import checkpoint_of, resume, train
 
 import hookline
-from hookline.checkpoint.checkpoint_lookup import verify_checkpoint
+from hookline.checkpoint.catalog import verify_checkpoint
 from hookline.checkpoint.export import export_weights
 
 SCRIPT = Path(__file__).with_name("sharded_training.py")

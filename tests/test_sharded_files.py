@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline.checkpoint import load_checkpoint
-from hookline.checkpoint.checkpoint_lookup import read_manifest
-from hookline.checkpoint.checkpoint_writer import CheckpointWriter
+from hookline.checkpoint.catalog import read_manifest
 from hookline.checkpoint.tensor_files import TensorBuffer, read_tensors
+from hookline.checkpoint.writer import CheckpointWriter
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard
 
@@ -59,10 +59,10 @@ def test_parts_become_the_whole_tensor(tmp_path_factory, rows, columns, cut, dty
 @pytest.mark.parametrize(
     ("place", "part", "match"),
     [
-        (((4, 2), (2, 0)), torch.zeros(1, 2), "parts of the tensor 'w' are missing"),
-        (((4, 2), (3, 0)), torch.zeros(2, 2), "not a part of its whole"),
-        (((4, 2), (2,)), torch.zeros(2, 2), "not a part of its whole"),
-        (((1 << 60, 2), (2, 0)), torch.zeros(2, 2), "a part of another tensor 'w'"),
+        (((4, 2), (2, 0)), torch.zeros(1, 2), "shards of the tensor 'w' are missing"),
+        (((4, 2), (3, 0)), torch.zeros(2, 2), "not within its whole"),
+        (((4, 2), (2,)), torch.zeros(2, 2), "not within its whole"),
+        (((1 << 60, 2), (2, 0)), torch.zeros(2, 2), "a shard of another tensor 'w'"),
         (((4, 2), (2, 0)), torch.zeros(2, 2, dtype=torch.int32), "different dtypes"),
     ],
     ids=["missing", "outside", "dimensions", "shape", "dtype"],
@@ -83,7 +83,7 @@ def test_a_part_that_declares_a_huge_whole_allocates_nothing(tmp_path: Path) -> 
 def test_a_part_of_a_tensor_that_rank_0_does_not_have_is_refused(tmp_path: Path) -> None:
     first = write(tmp_path / "a.safetensors", {"w": torch.zeros(2)}, {})
     second = write(tmp_path / "b.safetensors", {"w": torch.zeros(2)}, {"w": ((4,), (2,))})
-    with pytest.raises(ValueError, match="a part of another tensor"):
+    with pytest.raises(ValueError, match="a shard of another tensor"):
         read_tensors(first, CPU, [second])
 
 
@@ -121,7 +121,7 @@ def test_several_processes_verify_every_file_together(tmp_path: Path) -> None:
         refused = []
         for rank in range(3):
             try:
-                read_manifest(path, verify_files=True, share=(rank, 3))
+                read_manifest(path, verify_files=True, ranks=(rank, 3))
             except CheckpointError:
                 refused.append(rank)
         assert refused == ([0, 1, 2] if name == "manifest.json" else [_number(name) % 3])

@@ -18,7 +18,7 @@ import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
-from hookline.trackers import tracker_set
+from hookline.trackers import group
 
 NET = """
 import torch
@@ -121,7 +121,7 @@ def test_mistakes_in_a_config_file_are_said_before_training(project, trackers, m
 
 
 def test_a_missing_package_is_said_before_training(project, monkeypatch):
-    monkeypatch.setattr("hookline.trackers.tracker_names.find_spec", lambda name: None)
+    monkeypatch.setattr("hookline.trackers.names.find_spec", lambda name: None)
     write_config(project, "mlflow")
     code, output = call_hookline("train", "train.yaml", cwd=project)
     assert code != 0
@@ -196,8 +196,8 @@ class Send(Hook):
 
 def train_and_signal(folder, name):
     """Train with a tracker that is stuck, and print how training ended."""
-    assert tracker_set._SHORT_END_SECONDS == 5.0
-    tracker_set._SHORT_END_SECONDS = 0.2
+    assert group._SHORT_END_SECONDS == 5.0
+    group._SHORT_END_SECONDS = 0.2
     trainer = make(folder, Stuck(), [Send(name)])
     end = "returned"
     try:
@@ -222,7 +222,7 @@ def train_and_die(folder):
 
 def train_and_signal_at_the_end(folder, name):
     """Train with a tracker that is stuck, and get a signal while the end waits for it."""
-    tracker_set._SHORT_END_SECONDS = 0.2
+    group._SHORT_END_SECONDS = 0.2
     trainer = make(folder, Stuck())
     trainer._trackers._end_seconds = 3600.0
     wait = trainer._trackers._wait

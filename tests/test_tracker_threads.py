@@ -14,9 +14,9 @@ from hookline.errors import ArgumentError, ConfigError
 from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 from hookline.trackers import Tracker
-from hookline.trackers.tracker import RefusedValues, log_each
-from hookline.trackers.tracker_names import BUILT_IN_TRACKERS, make_trackers
-from hookline.trackers.tracker_set import TrackerSet
+from hookline.trackers.group import TrackerSet
+from hookline.trackers.names import BUILT_IN_TRACKERS, make_trackers
+from hookline.trackers.protocol import RefusedValues, log_each
 
 BATCHES = [(torch.ones(1, 2), torch.ones(1, 1))] * 6
 
@@ -288,6 +288,6 @@ def test_names_options_and_mistakes():
 
 @pytest.mark.parametrize("name", BUILT_IN_TRACKERS)
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, name):
-    monkeypatch.setattr("hookline.trackers.tracker_names.find_spec", lambda name: None)
+    monkeypatch.setattr("hookline.trackers.names.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf"pip install 'hookline\[{name}\]'"):
         make_trackers([name])

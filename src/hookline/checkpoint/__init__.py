@@ -11,16 +11,16 @@ from hookline.errors import CheckpointError
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint, save_checkpoint
-    from hookline.checkpoint.checkpoint_lookup import (
+    from hookline.checkpoint.catalog import (
+        FORMAT_VERSION,
         complete_checkpoints,
         find_checkpoint,
         set_pointer,
     )
-    from hookline.checkpoint.checkpoint_manifest import FORMAT_VERSION
-    from hookline.checkpoint.checkpoint_writer import SaveResult
     from hookline.checkpoint.differences import describe_differences, select_fitting
+    from hookline.checkpoint.folder import Checkpoint, load_checkpoint, save_checkpoint
     from hookline.checkpoint.saver import CheckpointSaver
+    from hookline.checkpoint.writer import SaveResult
 
 __all__ = [
     "FORMAT_VERSION",
@@ -40,10 +40,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "checkpoint_folder": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
-        "checkpoint_lookup": ("complete_checkpoints", "find_checkpoint", "set_pointer"),
-        "checkpoint_manifest": ("FORMAT_VERSION",),
-        "checkpoint_writer": ("SaveResult",),
+        "folder": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+        "catalog": ("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
+        "writer": ("SaveResult",),
         "saver": ("CheckpointSaver",),
         "differences": ("describe_differences", "select_fitting"),
     },

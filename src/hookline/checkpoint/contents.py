@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
+from hookline.checkpoint.catalog import (
+    InvalidCheckpointError,
+    damage_error,
+    read_json,
+    read_manifest,
+)
 from hookline.checkpoint.tensor_header import read_header
 from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file, read_regular_file
-from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
+from hookline.files.regular_files import open_regular_file
 
 _DTYPES = {"F": "float", "I": "int", "U": "uint", "C": "complex", "BF": "bfloat"}
 _MAX_SHOWN = 8
@@ -34,28 +37,15 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class StateSection:
-    """A section of the state, such as `optimizers`.
-
-    Attributes:
-        summary: A number or text itself; the names in a mapping; the number of items in a list.
-        tensors: How many tensors it contains.
-        size: The size of these in bytes.
-    """
-
-    name: str
-    summary: str
-    tensors: int
-    size: int
-
-
-@dataclass(frozen=True)
 class CheckpointContents:
-    """A checkpoint's manifest, its model's tensors, and the sections of its state."""
+    """A checkpoint's manifest, its model's tensors, and a summary of each section of its state.
+
+    A summary is a number or text itself, the names in a mapping, or the number of items in a list.
+    """
 
     manifest: dict[str, Any]
     weights: list[TensorEntry]
-    state: list[StateSection]
+    state: dict[str, str]
 
     @property
     def parameters(self) -> int:
@@ -69,13 +59,12 @@ def read_contents(path: Path) -> CheckpointContents:
     name = "model.safetensors"
     try:
         weights = _read_weights(path / name)
-        name = "state.safetensors"
-        tensors = {entry.name: entry.size for entry in _read_weights(path / name)}
         name = "state.json"
-        data = read_regular_file(path / name, file_limits.state_bytes)
-        tree = parse_json(data, MAX_STATE_DEPTH)
-        state = [_describe(key, value, tensors) for key, value in tree["state"].items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        tree = read_json(path / name, file_limits.state_bytes)
+        state = {key: _summarize(value) for key, value in tree["state"].items()}
+    except InvalidCheckpointError as error:
+        raise error.in_checkpoint(path) from error
+    except Exception as error:  # a file with the right hash may still have the wrong content
         problem = f"cannot be read: {type(error).__name__}: {error}"
         raise damage_error(path, name, problem) from error
     return CheckpointContents(manifest, weights, state)
@@ -89,7 +78,7 @@ def _read_weights(file: Path) -> list[TensorEntry]:
     for one in header.tensors:
         dtype, shape = one.viewed or (_torch_name(one.dtype), one.shape)
         size = one.size
-        if one.name in header.shards:  # other files have the other parts
+        if one.name in header.shards:  # other files have the other shards
             item_size = size // max(math.prod(shape), 1)
             shape = header.shards[one.name][0]
             size = math.prod(shape) * item_size
@@ -104,12 +93,6 @@ def _torch_name(dtype: str) -> str:
     """Return torch's name of a dtype of safetensors: `float32` for F32."""
     letters = dtype.rstrip("0123456789")
     return _DTYPES[letters] + dtype[len(letters) :] if letters in _DTYPES else dtype.lower()
-
-
-def _describe(name: str, value: Any, sizes: dict[str, int]) -> StateSection:
-    used = set(_tensors_in(value))
-    size = sum(sizes[tensor] for tensor in used)
-    return StateSection(name, _summarize(value), len(used), size)
 
 
 def _summarize(value: Any) -> str:
@@ -128,15 +111,3 @@ def _summarize(value: Any) -> str:
 def _list_names(names: list[str]) -> str:
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     return (", ".join(names[:_MAX_SHOWN]) or "empty") + more
-
-
-def _tensors_in(value: Any) -> Iterator[str]:
-    """Yield the names of the tensors in a part of the state, as `state.json` has it."""
-    if isinstance(value, dict):
-        if value.get("$") in ("tensor", "ndarray"):
-            yield value["v"]
-            return
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            yield from _tensors_in(item)

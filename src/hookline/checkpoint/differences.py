@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import CheckpointError, listed
-from hookline.printable import message_lines, printable
+from hookline.printable import message_lines
 
 if TYPE_CHECKING:
-    from hookline.checkpoint.checkpoint_folder import Checkpoint
+    from hookline.checkpoint.folder import Checkpoint
 
 log = logging.getLogger("hookline")
 
@@ -55,8 +55,8 @@ def fit_checkpoint(
         checkpoint: The checkpoint.
         model: The `state_dict` of the model.
         state: The state that a checkpoint of this loop would have now.
-        what: What it is loaded into, for the message.
-        advice: What to do if it does not fit, for the message.
+        what: The loop that it is loaded into, for the message.
+        advice: How to make it fit, for the message.
         strict: Raise if something does not fit; otherwise list it, and return what fits.
         unloadable: Lines about sections that cannot be loaded, by section and index; -1 stands
             for the whole section.
@@ -68,7 +68,7 @@ def fit_checkpoint(
     if len(lines) == len(hooks) and not unloadable and not problems:
         return checkpoint
     lines += [line for found in unloadable.values() for line in found]
-    lines = [printable(line, 500) for line in (*lines, *problems, *more())]
+    lines += [*problems, *more()]
     text = f"The checkpoint {checkpoint.path} does not fit {what}"
     if strict or problems:
         raise CheckpointError(message_lines(f"{text}. Nothing was changed. {advice}", *lines))
@@ -105,17 +105,16 @@ def describe_mismatches(weights: State, expected: State) -> list[str]:
         if names
     ]
     shapes = [
-        f"'{name}' is {tuple(value.shape)} in the checkpoint and {tuple(expected[name].shape)} here"
+        f"'{name}' is {_shape(value)} in the checkpoint and {_shape(expected[name])} here"
         for name, value in weights.items()
-        if name in expected and not _has_same_shape(value, expected[name])
+        if name in expected and _shape(value) != _shape(expected[name])
     ]
-    kinds = [
-        f"'{name}' is a tensor only {'in the checkpoint' if hasattr(value, 'shape') else 'here'}"
-        for name, value in weights.items()
-        if name in expected and hasattr(value, "shape") != hasattr(expected[name], "shape")
-    ]
-    lines += _limit(shapes, "other shapes") + _limit(kinds, "others")
-    return [printable(line, 2000) for line in lines]
+    return lines + _limit(shapes, "other shapes")
+
+
+def _shape(value: Any) -> Any:
+    """Return the shape of a tensor, or that it is none."""
+    return tuple(value.shape) if hasattr(value, "shape") else "not a tensor"
 
 
 def fitting_weights(weights: State, expected: State) -> OrderedDict[str, Any]:
@@ -123,9 +122,7 @@ def fitting_weights(weights: State, expected: State) -> OrderedDict[str, Any]:
     fitting = OrderedDict(
         (name, value)
         for name, value in weights.items()
-        if name in expected
-        and _has_same_shape(value, expected[name])
-        and hasattr(value, "shape") == hasattr(expected[name], "shape")
+        if name in expected and _shape(value) == _shape(expected[name])
     )
     return with_versions(fitting, weights)
 
@@ -145,13 +142,13 @@ def select_fitting(checkpoint: Checkpoint, *, model: State, state: State) -> Che
     fits = {f"{kind}s": _compare(kind, saved, state)[1] for kind in ("optimizer", "scheduler")}
     if describe_mismatches(checkpoint.model, model):
         fits["optimizers"] = [False] * len(fits["optimizers"])
-    parts = _choose(fits, saved, state)
+    chosen = _choose(fits, saved, state)
     gradients = {"pending_gradients": fits["optimizers"]}  # of the optimizers
-    parts |= _choose(gradients, saved, state)
+    chosen |= _choose(gradients, saved, state)
     if "settings" in saved and "settings" in state:
         own_settings = _choose(fits, saved["settings"], state["settings"])
-        parts["settings"] = {**saved["settings"], **own_settings}
-    return replace(checkpoint, model=weights, state={**saved, **parts})
+        chosen["settings"] = {**saved["settings"], **own_settings}
+    return replace(checkpoint, model=weights, state={**saved, **chosen})
 
 
 def _compare(kind: str, saved: State, here: State) -> tuple[list[str], list[bool]]:
@@ -159,7 +156,8 @@ def _compare(kind: str, saved: State, here: State) -> tuple[list[str], list[bool
     before, now = saved.get(f"{kind}s", ()), here.get(f"{kind}s", ())
     lines, fits = [], [False] * len(now)
     if len(before) != len(now):
-        lines.append(f"the checkpoint has {_count(before, kind)}, and here {_are(now)}")
+        are = "is" if len(now) == 1 else "are"
+        lines.append(f"the checkpoint has {_count(before, kind)}, and here {are} {len(now)}")
     for index, both in enumerate(zip(before, now, strict=False)):
         found = _describe_classes(kind, index, saved, here)
         if kind == "optimizer":
@@ -213,19 +211,15 @@ def _describe_optimizer(name: str, saved: State, here: State) -> list[str]:
             first, second = next(pair for pair in zip(*names, strict=True) if pair[0] != pair[1])
             lines.append(f"{place} has '{first}' in the checkpoint where '{second}' is here")
     shapes = [
-        f"'{key}' of parameter {index} of {name} is {tuple(value.shape)} in the checkpoint and "
-        f"{tuple(here['state'][index][key].shape)} here"
+        f"'{key}' of parameter {index} of {name} is {_shape(value)} in the checkpoint and "
+        f"{_shape(own)} here"
         for index, values in saved["state"].items()
         for key, value in (values.items() if isinstance(values, dict) else ())
-        if not _has_same_shape(value, here["state"].get(index, {}).get(key))
+        if hasattr(own := here["state"].get(index, {}).get(key), "shape")
+        and hasattr(value, "shape")
+        and _shape(value) != _shape(own)
     ]
     return lines + _limit(shapes, "other shapes")
-
-
-def _has_same_shape(first: Any, second: Any) -> bool:
-    """Return whether two values have the same shape, as far as both have one."""
-    shapes = [getattr(value, "shape", None) for value in (first, second)]
-    return None in shapes or shapes[0] == shapes[1]
 
 
 def _limit(lines: list[str], what: str) -> list[str]:
@@ -236,7 +230,3 @@ def _limit(lines: list[str], what: str) -> list[str]:
 
 def _count(items: Sequence[Any], what: str) -> str:
     return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"
-
-
-def _are(items: Sequence[Any]) -> str:
-    return f"{'is' if len(items) == 1 else 'are'} {len(items)}"

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import replace_file, write_atomic
-from hookline.checkpoint.checkpoint_folder import Checkpoint, load_checkpoint
-from hookline.checkpoint.checkpoint_lookup import is_checkpoint
+from hookline.checkpoint.catalog import is_checkpoint
+from hookline.checkpoint.folder import Checkpoint, load_checkpoint
 from hookline.errors import CheckpointError, listed
-from hookline.printable import printable
 from hookline.tensors.memory import unshared
 
 
@@ -148,7 +147,7 @@ def _use_averages(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict
     if unknown:
         raise CheckpointError(
             f"The average in {checkpoint.path} does not match the weights, which lack "
-            f"{listed(map(printable, unknown[:5]))}."
+            f"{listed(unknown, 5)}."
         )
     changed = {
         id(weights[name]): average.to(weights[name].dtype) for name, average in averages.items()

@@ -20,23 +20,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
-from hookline.checkpoint.checkpoint_lookup import (
+from hookline.checkpoint.catalog import (
+    is_checkpoint_name,
+    is_count,
+    read_json,
     read_manifest,
     read_pointers,
     scan_checkpoints,
     set_pointer,
 )
-from hookline.checkpoint.checkpoint_manifest import is_checkpoint_name, is_count, read_json
 from hookline.errors import CheckpointError, listed
 from hookline.files.limits import file_limits
-from hookline.printable import printable
 
 log = logging.getLogger("hookline")
 
 Mode = Literal["min", "max"]
 """Which score is better: the lower or the higher one."""
 
-_reserved_paths: set[Path] = set()
+_reserved: set[Path] = set()
 """Paths that writers of this process have reserved and not saved yet."""
 
 
@@ -106,7 +107,7 @@ class Retention:
     """The checkpoints of one writer.
 
     Call `reserve` before a checkpoint is saved: the writer's state, which is part of that
-    checkpoint, then includes it. Call `mark_saved` for every checkpoint that is durable; it removes
+    checkpoint, then includes it. Call `add_saved` for every checkpoint that is durable; it removes
     the checkpoints that are no longer kept. Call `discard` for one that could not be saved.
     """
 
@@ -187,8 +188,9 @@ class Retention:
 
         If the name is taken, `_2`, `_3` … is added. The checkpoint is ranked by the score.
         """
-        path = next(path for path in numbered_paths(self.folder / name) if _is_free(path))
-        _reserved_paths.add(path.resolve())
+        paths = numbered_paths(self.folder / name)
+        path = next(p for p in paths if not os.path.lexists(p) and p.resolve() not in _reserved)
+        _reserved.add(path.resolve())
         checkpoint = RetainedCheckpoint(path.name, step, self._number, score)
         self._pending[path.name] = checkpoint
         self._latest = [*(one for one in self._latest if one.step == step), checkpoint]
@@ -205,7 +207,7 @@ class Retention:
         self._pending = {c.name: c for c in rescored(self._pending.values())}
         self._apply_rules()
 
-    def mark_saved(self, path: Path) -> bool:
+    def add_saved(self, path: Path) -> bool:
         """Register a durable checkpoint and remove those that are no longer kept.
 
         Return False if the checkpoint was not reserved by this writer.
@@ -240,11 +242,11 @@ class Retention:
         """Free the reserved names: nothing more will be saved under them."""
         if self._folder is not None:
             paths = ((self._folder / name).resolve() for name in self._pending)
-            _reserved_paths.difference_update(paths)
+            _reserved.difference_update(paths)
 
     def _take_pending(self, checkpoint: RetainedCheckpoint) -> None:
         del self._pending[checkpoint.name]
-        _reserved_paths.discard((self.folder / checkpoint.name).resolve())
+        _reserved.discard((self.folder / checkpoint.name).resolve())
 
     def _find_pending(self, path: Path) -> RetainedCheckpoint | None:
         """Return what was reserved for this path."""
@@ -365,7 +367,7 @@ class Retention:
         Several requests at one boundary are one save into several folders, or two if some are for
         weights only. The process may have died between two of them.
         """
-        from hookline.checkpoint import checkpoint_folder  # here, because it imports torch
+        from hookline.checkpoint import folder as folders  # here, because it imports torch
 
         info = read_manifest(path)["info"]
         if run_id is None or info.get("run_id") != run_id:
@@ -375,11 +377,11 @@ class Retention:
             if checkpoint.step != info.get("step") or os.path.lexists(folder):
                 continue
             if not self._weights_only:
-                checkpoint_folder.duplicate_checkpoint(path, folder)
+                folders.duplicate_checkpoint(path, folder)
                 continue
-            full = checkpoint_folder.load_checkpoint(path)
+            full = folders.load_checkpoint(path)
             state = {"hooks": {writer: full.state["hooks"][writer]}}
-            checkpoint_folder.save_checkpoint(
+            folders.save_checkpoint(
                 folder, model=full.model, state=state, info={**full.info, "weights_only": True}
             )
 
@@ -414,7 +416,7 @@ def _read_entries(saved: Any) -> list[RetainedCheckpoint]:
         ):
             raise CheckpointError(
                 "The saved list of checkpoints is damaged: it has the entry "
-                f"{printable(fields)}. Expected the name of a folder, step, number and score."
+                f"{str(fields)[:200]}. Expected the name of a folder, step, number and score."
             )
     return [RetainedCheckpoint(**fields) for fields in saved]
 
@@ -452,7 +454,3 @@ def _read_created(path: Path) -> str | None:
         return str(read_manifest(path)["created"])
     except CheckpointError:
         return None
-
-
-def _is_free(path: Path) -> bool:
-    return not os.path.lexists(path) and path.resolve() not in _reserved_paths

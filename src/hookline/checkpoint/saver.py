@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hookline.checkpoint.checkpoint_writer import (
+from hookline.checkpoint.state_tree import SnapshotBuffers, decode, encode_info, encode_state
+from hookline.checkpoint.writer import (
     CheckpointWriter,
-    PartWriter,
     SaveResult,
+    ShardWriter,
     SharedSave,
 )
-from hookline.checkpoint.state_tree import SnapshotBuffers, decode, encode_info, encode_state
 from hookline.errors import CheckpointError
 
 _START_SECONDS = 1.0  # for a thread whose start was interrupted by a signal
@@ -60,7 +60,7 @@ class CheckpointSaver:
         self._buffers = SnapshotBuffers()
         self._write: _Write | None = None
         self._results: deque[SaveResult] = deque()
-        self._parts: list[PartWriter] = []  # of a rank other than 0, until rank 0 has them
+        self._shards: list[ShardWriter] = []  # of a rank other than 0, until rank 0 has them
 
     def prepare(
         self, *, model: Mapping[str, Tensor], state: Mapping[str, Any], shards_only: bool = False
@@ -98,8 +98,8 @@ class CheckpointSaver:
             sync: Files that have to be on the disk before the checkpoint is there, such as a log
                 whose length is part of the state.
             shared: Several processes save sharded tensors together, each with this call. Rank 0's
-                result says whether the checkpoint is complete; the others call `release_part` when
-                they know it.
+                result says whether the checkpoint is complete; the others then call
+                `release_shards`.
         """
         begin = perf_counter()
         encoded, encoded_info = encode_state(model, state), encode_info(info)
@@ -113,11 +113,11 @@ class CheckpointSaver:
         except (RuntimeError, MemoryError) as failure:  # there is not enough memory
             self._results.extend(_not_copied(folder, failure, encoded_info) for folder in folders)
             return
-        writer_class = PartWriter if rank else CheckpointWriter
+        writer_class = ShardWriter if rank else CheckpointWriter
         writer = writer_class(files, encoded_info, begin, sync, encoded.tree, shared)
-        if isinstance(writer, PartWriter):
+        if isinstance(writer, ShardWriter):
             writer.requested = folders[0]
-            self._parts.append(writer)
+            self._shards.append(writer)
         move_last = not (info.get("emergency") or info.get("weights_only"))
         self._write = _Write(writer, folders, move_last, self._results, replaces)
         if self._background:
@@ -132,14 +132,14 @@ class CheckpointSaver:
             results.append(self._results.popleft())
         return results
 
-    def release_parts(self, folders: Collection[Path] | None = None) -> None:
-        """Remove what rank 0 has not taken of this rank's parts of these checkpoints, or of all."""
-        released = [p for p in self._parts if folders is None or p.requested in folders]
+    def release_shards(self, folders: Collection[Path] | None = None) -> None:
+        """Remove this rank's temporary files of these checkpoints, or of all."""
+        released = [one for one in self._shards if folders is None or one.requested in folders]
         if self._write is not None and self._write.writer in released:  # rank 0 has failed before
             self.wait()
-        self._parts = [part for part in self._parts if part not in released]
-        for part in released:
-            part.close()
+        self._shards = [one for one in self._shards if one not in released]
+        for one in released:
+            one.close()
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -149,7 +149,7 @@ class CheckpointSaver:
     def close(self) -> None:
         """Wait until nothing is being written, and free the memory."""
         self.wait()
-        self.release_parts()
+        self.release_shards()
         self._write = None
         self._buffers = SnapshotBuffers()
 

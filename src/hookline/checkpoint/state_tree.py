@@ -47,7 +47,7 @@ class Encoder:
 
     def __init__(self, root: str, *, numbers_only: bool = False) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.shards: dict[str, Shard] = {}  # those of `tensors` that are a rank's part of a tensor
+        self.shards: dict[str, Shard] = {}  # those of `tensors` that are shards
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # an id is unique only while its object is alive
         self._root = root
@@ -322,7 +322,7 @@ def encode_state(model: Mapping[str, Any], state: Mapping[str, Any]) -> EncodedS
                 "the parameter or buffer."
             )
     shards = {name: shard_of(value) for name, value in weights.items() if is_sharded(value)}
-    # It raises if a weight cannot be saved; parts of a `DTensor` always can.
+    # It raises if a weight cannot be saved; shards of a `DTensor` always can.
     Encoder("model").encode({k: v for k, v in weights.items() if k not in shards})
     weights |= {name: shard.values for name, shard in shards.items()}
     encoder = Encoder("state")

@@ -3,8 +3,8 @@
 Any safetensors reader can read the file. Its metadata has, as JSON, what the format lacks:
 `hookline.same` maps the names of tied weights to the tensor that is written, `hookline.viewed` has
 the dtype and shape of tensors that are written as bytes, because the format lacks their dtype, and
-`hookline.shards` the shape of the whole tensor and the offset of tensors that are a part of one.
-Several ranks write the parts of a tensor, each into a file of its own. Of a tensor that is sharded
+`hookline.shards` the shape of the whole tensor and the offset of tensors that are a shard of one.
+Several ranks write the shards of a tensor, each into a file of its own. Of a tensor that is sharded
 here, only the rows that this rank has are read.
 """
 
@@ -217,7 +217,7 @@ def _memory_key(tensor: Tensor, name: str) -> Any:
 def read_tensors(
     path: Path,
     device: torch.device,
-    parts: Sequence[Path] = (),
+    shard_files: Sequence[Path] = (),
     find_shard: FindShard = lambda _: None,
 ) -> dict[str, Tensor]:
     """Return all tensors of a file, copied to memory: the file may be removed afterwards.
@@ -225,9 +225,9 @@ def read_tensors(
     Args:
         path: The file.
         device: Where the tensors go.
-        parts: Files with the other parts of the sharded tensors in it, which become whole.
+        shard_files: Files with the other shards of the tensors in it, which become whole.
         find_shard: Returns the sharded tensor that the tensor with a name is loaded into. If that
-            has the same shape, only this rank's part is read, and a `DTensor` is returned.
+            has the same shape, only this rank's shard is read, and a `DTensor` is returned.
     """
     tensors: dict[str, Tensor] = {}
     joined: dict[str, _Joined] = {}
@@ -240,14 +240,14 @@ def read_tensors(
                 joined[name].add(file, piece)
             else:
                 tensors[name] = file.read(piece).to(device)
-    for part in parts:
-        with _TensorFile(part) as file:
+    for other in shard_files:
+        with _TensorFile(other) as file:
             for name in file.shards:
                 if name in tied or name not in file:  # tied to another tensor, which is joined
                     continue
                 piece = file.locate(name)
                 if name not in shards or name not in joined or joined[name].shape != piece.whole:
-                    raise ValueError(f"{part.name} has a part of another tensor '{name}'")
+                    raise ValueError(f"{other.name} has a shard of another tensor '{name}'")
                 joined[name].add(file, piece)
     for name in list(joined):
         tensors[name] = joined.pop(name).make(device)
@@ -255,7 +255,7 @@ def read_tensors(
 
 
 class _Piece(NamedTuple):
-    """A tensor in a file: all of a whole tensor, or the part of it that begins at an offset."""
+    """A tensor in a file: all of a whole tensor, or the shard of it that begins at an offset."""
 
     stored: StoredTensor
     dtype: torch.dtype
@@ -299,7 +299,7 @@ class _TensorFile:
         ends = [o + n for o, n in zip(offset, shape, strict=False)]
         dimensions = {len(whole), len(offset), len(shape)}
         if len(dimensions) > 1 or any(e > n for e, n in zip(ends, whole, strict=True)):
-            raise ValueError(f"the tensor '{name}' is not a part of its whole")
+            raise ValueError(f"the tensor '{name}' is not within its whole")
         return _Piece(stored, dtype, shape, whole, offset)
 
     def read(self, piece: _Piece, rows: slice | None = None) -> Tensor:
@@ -318,7 +318,7 @@ class _TensorFile:
 
 
 class _Joined:
-    """A tensor that is read from the pieces of several files: the whole, or this rank's part."""
+    """A tensor that is read from the pieces of several files: the whole, or this rank's shard."""
 
     def __init__(self, name: str, first: _Piece, like: Tensor | None) -> None:
         self._name, self._dtype, self.shape = name, first.dtype, first.whole
@@ -328,12 +328,12 @@ class _Joined:
             own = shard_of(like)
             self._like, self._size, self._offset = like, list(own.values.shape), list(own.offset)
         self._elements = 0  # of all pieces, also those that are not read
-        self._read: list[tuple[Tensor, list[int]]] = []  # each with its place in this part
+        self._read: list[tuple[Tensor, list[int]]] = []  # each with its place in this tensor
 
     def add(self, file: _TensorFile, piece: _Piece) -> None:
-        """Read what this part has of a piece."""
+        """Read what this tensor has of a piece."""
         if piece.dtype != self._dtype:
-            raise ValueError(f"the parts of '{self._name}' have different dtypes")
+            raise ValueError(f"the shards of '{self._name}' have different dtypes")
         self._elements += math.prod(piece.shape)
         places = list(zip(piece.offset, piece.shape, self._offset, self._size, strict=True))
         common = [(max(theirs, own), min(theirs + n, own + m)) for theirs, n, own, m in places]
@@ -352,7 +352,7 @@ class _Joined:
     def make(self, device: torch.device) -> Tensor:
         """Return the tensor, once all pieces were added."""
         if math.prod(self.shape) != self._elements:
-            raise ValueError(f"parts of the tensor '{self._name}' are missing")
+            raise ValueError(f"shards of the tensor '{self._name}' are missing")
         if len(self._read) == 1 and list(self._read[0][0].shape) == self._size:
             values = self._read[0][0].contiguous()
         else:

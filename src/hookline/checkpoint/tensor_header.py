@@ -54,7 +54,7 @@ class TensorHeader:
     Attributes:
         tensors: Those that are written, in their order in the file.
         tied: The names of the others, each with that of the written tensor it is the same as.
-        shards: The shape of the whole tensor and the offset, of those that are a part of one.
+        shards: The shape of the whole tensor and the offset, of those that are a shard of one.
         data_start: Where the first tensor begins in the file.
     """
 
@@ -98,17 +98,17 @@ def read_header(file: BinaryIO) -> TensorHeader:
 
 
 def _parse_tensor(name: str, fields: Any, viewed: Any) -> StoredTensor:
-    shown = f"the tensor '{name}'"
-    fields = _mapping(fields, shown)
+    fields = _mapping(fields, f"the tensor '{name}'")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        raise ValueError(f"{shown} has the unknown dtype '{dtype}'")
-    if not _is_shape(shape):
-        raise ValueError(f"{shown} has no valid shape")
-    if not _is_shape(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{shown} has no valid offsets")
-    if offsets[1] - offsets[0] != math.prod(shape) * _ITEM_SIZES[dtype]:
-        raise ValueError(f"{shown} has a shape that does not match its bytes")
+    if not (
+        isinstance(dtype, str)
+        and dtype in _ITEM_SIZES
+        and _is_shape(shape)
+        and _is_shape(offsets)
+        and len(offsets) == 2
+        and offsets[1] - offsets[0] == math.prod(shape) * _ITEM_SIZES[dtype]
+    ):
+        raise ValueError(f"the tensor '{name}' has no dtype, shape and offsets that match")
     if viewed is not None and not (
         dtype == "U8"
         and isinstance(viewed, list)
@@ -116,7 +116,7 @@ def _parse_tensor(name: str, fields: Any, viewed: Any) -> StoredTensor:
         and isinstance(viewed[0], str)
         and _is_shape(viewed[1])
     ):
-        raise ValueError(f"{shown} has no valid dtype in 'hookline.viewed'")
+        raise ValueError(f"the tensor '{name}' has no valid dtype in 'hookline.viewed'")
     view = None if viewed is None else (viewed[0], viewed[1])
     return StoredTensor(name, dtype, shape, offsets[0], offsets[1], view)
 

@@ -87,15 +87,6 @@ def format_contents(path: Path, contents: CheckpointContents) -> str:
         (name, format_size(size), manifest["files"][name]["xxh3_64"])
         for name, size in sizes.items()
     ]
-    state = [
-        (
-            one.name,
-            str(one.tensors or ""),
-            format_size(one.size) if one.tensors else "",
-            one.summary,
-        )
-        for one in contents.state
-    ]
     weights = [
         (
             *(one.name, one.dtype, str(tuple(one.shape))),
@@ -105,7 +96,7 @@ def format_contents(path: Path, contents: CheckpointContents) -> str:
     ]
     tables: dict[tuple[str, ...], Sequence[Sequence[str]]] = {
         ("file", "size", "xxh3_64"): files,
-        ("state", "tensors", "size", "contents"): state,
+        ("state", "contents"): list(contents.state.items()),
         ("weights", "dtype", "shape", "size"): weights,
     }
     blocks = [format_table(shown[0], shown[1:])]

@@ -139,7 +139,7 @@ def verify_checkpoints(
 
     Example: **hookline checkpoints verify 20261115-210655-3f9c7b**
     """
-    from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+    from hookline.checkpoint.catalog import scan_checkpoints
     from hookline.text_tables import format_table
 
     folder = _find_folder(run, runs)
@@ -163,7 +163,7 @@ def verify_checkpoints(
 
 def _verify_all(paths: Sequence[Path]) -> dict[Path, str | None]:
     """Return what is damaged in each checkpoint, while a bar in the terminal shows the progress."""
-    from hookline.checkpoint.checkpoint_lookup import verify_checkpoint
+    from hookline.checkpoint.catalog import verify_checkpoint
 
     total = sum(file.stat().st_size for one in paths for file in one.glob("*") if file.is_file())
     done = 0
@@ -268,17 +268,18 @@ def prune(
 
 def _check_not_training(folder: Path) -> None:
     """Raise if a process may still be writing the run of these checkpoints."""
-    from hookline.runs.run_lookup import find_run_of_checkpoint
-    from hookline.runs.run_reader import OpenedRun
+    from hookline.runs.location import find_run_of_checkpoint
+    from hookline.runs.reader import OpenedRun
 
     run = find_run_of_checkpoint(folder.resolve() / "any")
     opened = None if run is None else OpenedRun(run)
     if opened is None or opened.status != "training":
         return
-    part = (opened.manifest.get("parts") or [{}])[-1]
+    attempt = (opened.manifest.get("attempts") or [{}])[-1]
     raise CheckpointError(
-        f"The run {opened.id} is still training: process {part.get('pid')} on {part.get('host')}. "
-        "Nothing was removed. Wait until it ends; if that machine is gone, resume the run first."
+        f"The run {opened.id} is still training: process {attempt.get('pid')} on "
+        f"{attempt.get('host')}. Nothing was removed. Wait until it ends; if that machine is gone, "
+        "resume the run first."
     )
 
 
@@ -387,14 +388,14 @@ class _CheckpointFolder:
 
     def read(self) -> tuple[list[SavedCheckpoint], dict[str, str]]:
         """Return the complete checkpoints, and what is wrong with others, by name."""
-        from hookline.checkpoint.checkpoint_lookup import scan_checkpoints
+        from hookline.checkpoint.catalog import scan_checkpoints
         from hookline.runs.checkpoint_reader import read_checkpoints
 
         return read_checkpoints(self.path)[0], scan_checkpoints(self.path).damage
 
     def choose(self, given: str | None) -> Path:
         """Return the checkpoint with a name or a step; by default the newest complete one."""
-        from hookline.checkpoint.checkpoint_lookup import find_checkpoint, is_checkpoint
+        from hookline.checkpoint.catalog import find_checkpoint, is_checkpoint
 
         if given is None:
             return self.named or find_checkpoint(self.path, weights_suffice=True)
@@ -424,8 +425,8 @@ def _find_folder(run: str, runs: Path | None) -> _CheckpointFolder:
             of one checkpoint.
         runs: The folder of all runs; None for `runs`.
     """
-    from hookline.checkpoint.checkpoint_lookup import is_checkpoint, scan_checkpoints
-    from hookline.runs.run_lookup import find_run
+    from hookline.checkpoint.catalog import is_checkpoint, scan_checkpoints
+    from hookline.runs.location import find_run
 
     check_runs_folder(runs)
     path = user_path(run)

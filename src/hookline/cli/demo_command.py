@@ -27,7 +27,7 @@ from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.hooks.monitoring.lr_monitor import LRMonitor
 from hookline.hooks.monitoring.outlier_monitor import OutlierMonitor
 from hookline.printable import printable
-from hookline.runs.run_lookup import shorten_path
+from hookline.runs.location import shorten_path
 from hookline.trainer.trainer import Trainer
 
 BATCH, CONTEXT, WIDTH, HEADS, BLOCKS = 48, 32, 96, 4, 2

@@ -87,7 +87,7 @@ def report(
 
 def _check_out(out: Path) -> None:
     """Raise if the file cannot be written, or if it is something else than a report."""
-    from hookline.report.page import MARK
+    from hookline.report.page import GENERATOR
 
     problem = None
     if out.is_dir():
@@ -98,7 +98,7 @@ def _check_out(out: Path) -> None:
         problem = "is not a regular file"
     elif out.exists():
         with out.open("rb") as file:
-            if MARK.encode() not in file.read(4096):
+            if GENERATOR.encode() not in file.read(4096):
                 problem = "exists and is not a report"
     if problem is not None:
         raise bad_value("--out", f"'{out}' {problem}; expected the name of a file to write.")

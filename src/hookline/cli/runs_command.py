@@ -20,7 +20,7 @@ from hookline.printable import printable
 from hookline.text_tables import cell_width, format_table
 
 if TYPE_CHECKING:
-    from hookline.runs.run_reader import OpenedRun
+    from hookline.runs.reader import OpenedRun
 
 _WIDEST = 60
 _MAX_ROWS = 100  # of one section of a diff
@@ -105,14 +105,14 @@ def _options(context: typer.Context, folder: Path | None, as_json: bool) -> tupl
 
 
 def _open(folder: Path, *ids: str) -> list[OpenedRun]:
-    from hookline.runs.run_reader import open_run
+    from hookline.runs.reader import open_run
 
     return [open_run(one, runs=folder) for one in ids]
 
 
 def _list_runs(folder: Path, as_json: bool) -> None:
-    from hookline.runs.run_lookup import list_run_folders
-    from hookline.runs.run_reader import OpenedRun
+    from hookline.runs.location import list_run_folders
+    from hookline.runs.reader import OpenedRun
 
     found = [OpenedRun(path).overview() for path in list_run_folders(folder)]
     if as_json:

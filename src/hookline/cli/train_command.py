@@ -190,7 +190,7 @@ def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
 
 
 def _print_run_folder(training: Training) -> None:
-    from hookline.runs.run_lookup import shorten_path
+    from hookline.runs.location import shorten_path
 
     if training.trainer.run is not None:
         print_text(f"run {printable(shorten_path(training.trainer.run.path), 1000)}")

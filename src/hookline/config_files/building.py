@@ -30,7 +30,7 @@ from hookline.config_files.object_specs import (
 from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names
-from hookline.trackers.tracker_set import make_tracker_set
+from hookline.trackers.group import make_tracker_set
 from hookline.trainer.trainer import Trainer
 
 _LABELS = ("name", "tags", "hparams")

@@ -13,8 +13,8 @@ from hookline.errors import CheckpointError, listed
 from hookline.loop.torchrun import describe_launch
 from hookline.masking import mask_arguments
 from hookline.runs.checkpoint_reader import read_checkpoints
-from hookline.runs.run_lookup import find_run, find_run_of_checkpoint
-from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
+from hookline.runs.location import find_run, find_run_of_checkpoint
+from hookline.runs.restart import check_crash_loop, find_unfinished_run
 from hookline.trainer.continuation import describe_parent
 
 NEWEST = "newest"

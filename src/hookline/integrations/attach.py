@@ -266,7 +266,7 @@ def _tracker_set(given: Any) -> Any:
     """Return the trackers; None if there are none, which imports nothing."""
     if given is None or (type(given) in (list, tuple) and not given):
         return None
-    from hookline.trackers.tracker_set import make_tracker_set
+    from hookline.trackers.group import make_tracker_set
 
     return make_tracker_set(given)
 

@@ -20,8 +20,12 @@ import torch
 
 from hookline.arguments import check_mapping, show_value
 from hookline.checkpoint import load_checkpoint, save_checkpoint
-from hookline.checkpoint.checkpoint_folder import Checkpoint
-from hookline.checkpoint.host_folders import HOOKS_FOLDER, mark_complete, unmark
+from hookline.checkpoint.completion_files import (
+    HOOKS_FOLDER,
+    remove_completion_file,
+    write_completion_file,
+)
+from hookline.checkpoint.folder import Checkpoint
 from hookline.checkpoint.state_tree import Encoder, decode
 from hookline.errors import CheckpointError, CollectiveError, listed
 from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
@@ -88,9 +92,9 @@ def save(sessions: Mapping[str, Session], folder: Path) -> bool:
         if not is_main_process():
             return True
         for name, session in sessions.items():
-            unmark(folder, name)  # the library may have written this checkpoint again
+            remove_completion_file(folder, name)  # the library may have saved it again
             _save_state(session, folder / name, states[name])
-        mark_complete(folder)
+        write_completion_file(folder)
     except (CheckpointError, CollectiveError, OSError) as error:
         log.warning("The state of the hooks was not saved with %s: %s", folder, error)
         return False

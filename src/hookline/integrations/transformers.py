@@ -25,7 +25,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
-from hookline.checkpoint.host_folders import HOOKS_FOLDER
+from hookline.checkpoint.completion_files import HOOKS_FOLDER
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, LoopError
 from hookline.hook import Hook

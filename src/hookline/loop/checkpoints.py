@@ -19,8 +19,8 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
-from hookline.checkpoint.checkpoint_writer import SharedSave, SharedSaves
 from hookline.checkpoint.state_tree import Encoder
+from hookline.checkpoint.writer import SharedSave, SharedSaves
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.context import LazyFloat
 from hookline.dispatch import HookManager
@@ -326,7 +326,7 @@ class Checkpoints:
         shared: list[SaveResult] = self.ranks.processes.broadcast(unsent)
         if self.ranks.processes.is_main:
             return
-        self._saver.release_parts([result.requested.absolute() for result in shared])
+        self._saver.release_shards([result.requested.absolute() for result in shared])
         for result in self._saver.finished():
             if result.error is not None:
                 log.error("%s", result.error)

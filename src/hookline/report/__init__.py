@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hookline.report.report import Report, make_report
+from hookline.report.document import Report, make_report
 
 __all__ = ["Report", "make_report"]

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from hookline.printable import printable
-from hookline.report.layers import (
+from hookline.report.run_data import RunData
+from hookline.report.series import (
     find_bad_gradients,
     find_gradient_norms,
     group_layers,
     order_layers,
 )
-from hookline.report.run_data import RunData
 from hookline.runs.formatting import format_duration, format_number, format_time
 from hookline.runs.jsonl_reader import is_finite_number
 from hookline.text_tables import join_some
@@ -31,16 +30,16 @@ _MAX_FINDINGS = 20
 def collect_facts(data: RunData) -> dict[str, Any]:
     """Return the main facts of a run as JSON."""
     overview, manifest = data.overview, data.manifest
-    keys = ("id", "name", "tags", "status", "path", "started", "seconds", "parts", "steps")
+    keys = ("id", "name", "tags", "status", "path", "started", "seconds", "attempts", "steps")
     facts = {name: overview[name] for name in keys}
-    # The last `end` of a run that was resumed and goes on, or was lost, is that of an earlier part.
+    # The last `end` of a run that was resumed and goes on, or was lost, is that of an earlier one.
     end = (data.end or {}) if overview["status"] not in ("training", "lost") else {}
     seconds, steps = overview["seconds"], overview["steps"]
     if steps is None and is_finite_number(end.get("step")):  # nothing was logged
         steps = int(end["step"])
     starts = data.events_of("start")[:1]  # a fork does not begin at step 0
     trained = (steps or 0) - sum(int(_measure(start.get("step"))) for start in starts)
-    is_timed = seconds and trained > 0 and overview["parts"] == 1
+    is_timed = seconds and trained > 0 and overview["attempts"] == 1
     is_timed = is_timed and not data.events_of("resumed")  # a bare loop loaded a checkpoint
     facts |= {
         "ended": manifest.get("ended"),
@@ -76,7 +75,7 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
     described = {"gradients", "grad_norm"} if facts["gradients"] is not None else set[str]()
     others = [
-        f"{printable(name, 80)} ({count})"
+        f"{shorten(name, 80)} ({count})"
         for name, count in facts["not_finite"].items()
         if name.partition("/")[0] not in described and name not in ("train/loss", "val/loss")
     ]
@@ -90,7 +89,7 @@ def describe_status(facts: Mapping[str, Any]) -> list[str]:
 
     Only a run that completed is good, if its losses and gradients were finite.
     """
-    status = printable(facts["status"], 40)
+    status = shorten(facts["status"], 40)
     tones = {"completed": "good", "stopped": "", "training": ""}
     tones |= {"interrupted": "warn", "preempted": "warn"}
     tone = tones.get(status, "bad")
@@ -122,14 +121,14 @@ def describe_gradients(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         first = min((step for step in steps.values() if step is not None), default=None)
         at_once = [name for name, step in steps.items() if step == first]
         which = f"all {count}" if len(steps) == count else f"{len(steps)} of {count}"
-        shown = join_some(printable(name, 80) for name in at_once)
+        shown = join_some(shorten(name, 80) for name in at_once)
         where = "all layers at once" if len(at_once) == count else shown
         text = f"The gradients of {which} layers are not finite, first at step {_step(first)} (of "
         lines.append(("bad", f"{text}the recorded steps), in {where}."))
     for what in ("vanish", "explode"):
         layers = found["vanishing" if what == "vanish" else "exploding"]
         if layers:
-            shown = join_some(f"{printable(n, 80)} ({_shown(v)})" for n, v in layers.items())
+            shown = join_some(f"{shorten(n, 80)} ({_shown(v)})" for n, v in layers.items())
             lines.append(("bad", f"Gradients {what} in {shown}."))
     losses_are_finite = not facts["not_finite"].keys() & {*_LOSSES}
     if not lines and losses_are_finite and not _has_bad_gradients(facts):
@@ -176,8 +175,8 @@ def _findings(data: RunData) -> dict[str, Any]:
     first = [
         {
             "step": event.get("step") if is_finite_number(event.get("step")) else None,
-            "module": None if event.get("module") is None else printable(event["module"], 200),
-            **{name: printable(event.get(name) or "", limit) for name, limit in limits.items()},
+            "module": None if event.get("module") is None else shorten(event["module"], 200),
+            **{name: shorten(event.get(name) or "", limit) for name, limit in limits.items()},
         }
         for event in data.events_of("debug_finding")[:_MAX_FINDINGS]
     ]
@@ -196,20 +195,20 @@ def _detects_spikes(data: RunData) -> bool:
 def phase_seconds(data: RunData) -> dict[str, float]:
     """Return the seconds of each phase of training; empty if they were not recorded.
 
-    The end of each part of a run has its totals. A part that was killed has only what was recorded
-    from time to time.
+    The end of each attempt has its totals. One that was killed has only what was recorded from time
+    to time.
     """
     totals: dict[str, float] = {}
     ends = [times for e in data.events_of("end") if isinstance(times := e.get("times"), dict)]
     for times in ends:
         for phase, seconds in times.items():
-            totals[printable(phase, 40)] = totals.get(phase, 0.0) + _measure(seconds)
+            totals[shorten(phase, 40)] = totals.get(phase, 0.0) + _measure(seconds)
     recorded = {
         name[5:]: _measure(sum(one.sums))
         for name, one in data.series.items()
         if name.startswith("time/")
     }
-    found = totals if len(ends) == data.overview["parts"] or not recorded else recorded
+    found = totals if len(ends) == data.overview["attempts"] or not recorded else recorded
     if not found.get("data") and found.get("forward"):  # a bare loop that loads its own batches
         found = {"data and forward": found["forward"], **found}
         del found["forward"]
@@ -226,9 +225,9 @@ def _tracker_facts(data: RunData) -> dict[str, dict[str, Any]]:
         for name, found in list(missing.items())[:20] if isinstance(missing, dict) else ():
             if isinstance(found, dict):
                 count = int(_measure(found.get("dropped")) + _measure(found.get("failed")))
-                one = lacks.setdefault(printable(name, 60), {"missing": 0, "problem": None})
+                one = lacks.setdefault(shorten(name, 60), {"missing": 0, "problem": None})
                 one["missing"] += count
-                one["problem"] = found.get("problem") and printable(found["problem"], 300)
+                one["problem"] = found.get("problem") and shorten(found["problem"], 300)
     return lacks
 
 
@@ -244,25 +243,25 @@ def _outcome(facts: Mapping[str, Any]) -> str:
     steps = "an unknown number of steps" if count is None else steps
     words = {"training": "is still training", "lost": "was lost: its process ended without a word"}
     words |= {"error": "ended with an error", "unknown": "has no manifest that can be read"}
-    status = words.get(facts["status"], f"was {printable(facts['status'], 40)}")
+    status = words.get(facts["status"], f"was {shorten(facts['status'], 40)}")
     if facts["status"] in ("completed", "stopped"):
-        status = printable(facts["status"], 40)
+        status = shorten(facts["status"], 40)
     pace = facts["steps_per_second"]
     pace = f", {_pace(pace)}" if pace else ""
-    parts = f", in {facts['parts']} parts" if facts["parts"] > 1 else ""
+    attempts = f", in {facts['attempts']} attempts" if facts["attempts"] > 1 else ""
     started = "" if not facts["started"] else f", started {format_time(facts['started'])} UTC"
     duration = f" in {format_duration(facts['seconds'])}" if facts["seconds"] is not None else ""
-    reason = f" Reason: {printable(facts['reason'], 300).rstrip('.')}." if facts["reason"] else ""
+    reason = f" Reason: {shorten(facts['reason'], 300).rstrip('.')}." if facts["reason"] else ""
     error = facts["last_error"]
-    first = printable(str(error).strip().partition("\n")[0], 400) if error else ""
+    first = shorten(str(error).strip().partition("\n")[0], 400) if error else ""
     error_text = f" Its error: {first}" if first else ""
-    return f"The run {status}: {steps}{duration}{pace}{parts}{started}.{reason}{error_text}"
+    return f"The run {status}: {steps}{duration}{pace}{attempts}{started}.{reason}{error_text}"
 
 
 def _pace(per_second: float) -> str:
     if per_second >= 1:
-        return f"{_short(per_second):g} steps per second"
-    return f"{_short(1 / per_second):g} seconds per step"
+        return f"{round_number(per_second):g} steps per second"
+    return f"{round_number(1 / per_second):g} seconds per step"
 
 
 def _losses(facts: Mapping[str, Any]) -> str:
@@ -276,7 +275,7 @@ def _losses(facts: Mapping[str, Any]) -> str:
             times = facts["not_finite"][name]
             text += f" (it was not finite {'once' if times == 1 else f'{times:,} times'})"
         if found["lowest"] is not None:
-            lowest = format_number(_short(found["lowest"]))
+            lowest = format_number(round_number(found["lowest"]))
             text += f"; its lowest value was {lowest} at step {_step(found['lowest_step'])}"
         parts.append(text + ".")
     return " ".join(parts)
@@ -284,8 +283,7 @@ def _losses(facts: Mapping[str, Any]) -> str:
 
 def _results(facts: Mapping[str, Any]) -> str:
     shown = [
-        f"{printable(name, 60)} {format_number(_short(one['best']))} "
-        f"(step {_step(one['best_step'])})"
+        f"{shorten(name, 60)} {_shown(one['best'])} (step {_step(one['best_step'])})"
         for name, one in facts["metrics"].items()
         if name.startswith("val/") and name != "val/loss" and one["best"] is not None
     ]
@@ -320,10 +318,10 @@ def _hook_cost(facts: Mapping[str, Any]) -> str:
     hooks = facts["hooks"]
     if hooks["share"] is None:
         return ""
-    of = "the run" if facts["parts"] <= 1 else "the last part of the run that ended"
+    of = "the run" if facts["attempts"] <= 1 else "the last attempt that ended"
     text = f"Hooks took about {hooks['share']:.2%} of {of}"
     if hooks["costliest"] is not None:
-        name, share = printable(hooks["costliest"], 80), hooks["costliest_share"]
+        name, share = shorten(hooks["costliest"], 80), hooks["costliest_share"]
         text += f"; the costliest was {name} ({share:.2%})"
     return text + ", estimated from sampled clocks."
 
@@ -361,13 +359,13 @@ def read_hooks(data: RunData) -> list[dict[str, Any]]:
         if isinstance(hook, dict):
             numbers = {n: _measure(hook.get(n)) for n in ("calls", "seconds", "share", "failures")}
             texts = {
-                n: printable(hook.get(n) or "", 500)
+                n: shorten(hook.get(n) or "", 500)
                 for n in ("name", "cls", "status", "schedule", "last_error")
             }
             by_event: Any = hook.get("costs")
             costs = by_event if isinstance(by_event, dict) else {}
             events = {
-                printable(event, 60): {n: _measure(cost.get(n)) for n in ("calls", "seconds")}
+                shorten(event, 60): {n: _measure(cost.get(n)) for n in ("calls", "seconds")}
                 for event, cost in list(costs.items())[:60]
                 if isinstance(cost, dict)
             }
@@ -406,6 +404,12 @@ def token_points(data: RunData) -> list[tuple[float, float]]:
     return sorted({0.0: 0.0, **points}.items()) if points else []
 
 
+def shorten(value: Any, limit: int = 200) -> str:
+    """Return a value as text, cut after `limit` characters."""
+    text = str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 def _number(value: Any) -> float:
     return value if is_finite_number(value) else 0
 
@@ -423,12 +427,13 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _short(value: Any) -> Any:
+def round_number(value: Any) -> Any:
+    """Return a finite float with four digits, and other values as they are."""
     return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
 
 
 def _shown(value: Any) -> str:
-    return "a value that is not finite" if value is None else format_number(_short(value))
+    return "a value that is not finite" if value is None else format_number(round_number(value))
 
 
 def _step(step: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from html import escape
 from importlib import import_module
@@ -16,11 +17,14 @@ from typing import Any
 
 from hookline._version import __version__
 from hookline.errors import RunError
-from hookline.printable import printable
-from hookline.report.page_data import to_script_json
+from hookline.printable import escape_controls, printable
 
-MARK = '<meta name="generator" content="hookline'
+GENERATOR = '<meta name="generator" content="hookline'
 """The beginning of every report's first kilobyte has this."""
+
+_MAX_PAGE_BYTES = 9_900_000
+_FRAME_BYTES = 100_000  # the page's own script and style
+_MIN_BYTES = 10_000  # smaller sections of a page that is too large are left alone
 
 _SCRIPTS = (
     *("elements", "figures", "curves", "layers", "media", "hooks"),
@@ -45,7 +49,9 @@ def read_plotly() -> str:
 
 
 def make_page(data: dict[str, Any], plotly: str) -> str:
-    """Return the page for the encoded runs."""
+    """Return the page for the encoded runs, which it cuts to fit."""
+    data = _escape(data)
+    _fit(data, _MAX_PAGE_BYTES - len(plotly.encode()) - _FRAME_BYTES)
     style, script = _read("report.css"), "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();'
     scripts = [_for_html(plotly), script]
@@ -56,9 +62,9 @@ def make_page(data: dict[str, Any], plotly: str) -> str:
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     names = [str(run["facts"]["name"] or run["facts"]["id"]) for run in data["runs"]]
-    parts = {
+    values = {
         "POLICY": policy,
-        "MARK": f'{MARK} {__version__}">',
+        "GENERATOR": f'{GENERATOR} {__version__}">',
         "TITLE": escape(printable(", ".join(names), 120)),
         "STYLE": style,
         "DATA": to_script_json(data),
@@ -66,7 +72,22 @@ def make_page(data: dict[str, Any], plotly: str) -> str:
         "SCRIPT": script,
         "VERSION": __version__,
     }
-    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _read("report.html"))
+    return re.sub(r"\{\{([A-Z]+)\}\}", lambda match: values[match[1]], _read("report.html"))
+
+
+def to_script_json(value: Any) -> str:
+    """Return JSON that can stand in an HTML script element, whatever texts it has."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _escape(value: Any) -> Any:
+    """Return data with the control characters of all texts escaped."""
+    if isinstance(value, str):
+        return escape_controls(value)
+    if isinstance(value, dict):
+        return {escape_controls(name): _escape(one) for name, one in value.items()}
+    return [_escape(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _for_html(script: str) -> str:
@@ -76,3 +97,35 @@ def _for_html(script: str) -> str:
 
 def _read(name: str) -> str:
     return files("hookline.report").joinpath("page", name).read_text("utf-8")
+
+
+def _fit(data: dict[str, Any], room: int) -> None:
+    """Halve the largest sections of the encoded runs until they have at most `room` bytes as JSON.
+
+    The facts of each run say what was left out. Runs seldom need it: every section has limits of
+    its own, which a strange run may reach in all of them at once.
+    """
+    sections = [
+        (owner, name, run)
+        for run in [data, *data["runs"]]
+        for owner in (run, run.get("media", {}))
+        for name in owner
+        if isinstance(owner[name], dict | list) and name not in ("runs", "facts", "media", "xs")
+    ]
+    sizes = [_size(owner[name]) for owner, name, _ in sections]
+    total = _size(data)
+    while total > room and max(sizes) > _MIN_BYTES:
+        largest = sizes.index(max(sizes))
+        owner, name, run = sections[largest]
+        full: Any = owner[name]
+        kept = len(full) // 2
+        note = f"{len(full) - kept:,} of {len(full):,} {name}: the page would be too large"
+        owner[name] = dict([*full.items()][:kept]) if isinstance(full, dict) else full[:kept]
+        size = _size(owner[name])
+        total, sizes[largest] = total - sizes[largest] + size, size
+        for one in [run] if "facts" in run else data["runs"]:
+            one["facts"]["left_out"].append(note)
+
+
+def _size(value: Any) -> int:
+    return len(to_script_json(value))

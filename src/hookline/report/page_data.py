@@ -8,18 +8,18 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from hookline.printable import printable, printable_lines
 from hookline.report.facts import (
     describe_facts,
     describe_gradients,
     describe_status,
     phase_seconds,
     read_hooks,
+    round_number,
+    shorten,
     token_points,
 )
-from hookline.report.layers import group_layers, order_layers
 from hookline.report.run_data import RunData
-from hookline.report.sampling import SampledSeries
+from hookline.report.series import SampledSeries, group_layers, order_layers
 from hookline.runs.diff import describe_sections
 from hookline.runs.formatting import format_number
 from hookline.runs.jsonl_reader import is_finite_number
@@ -34,19 +34,11 @@ _MAX_LEFT_OUT = 40
 _MAX_TRACEBACK = 6_000  # characters: its end
 _MAX_SPIKES = 50  # with their details:
 _MAX_SERIES, _MAX_BATCHES = 60, 16
-MAX_PAGE_BYTES = 9_900_000
-_MIN_PART = 10_000  # bytes; smaller parts of a page that is too large are left alone
 _SKIPPED, _FAILED, _SPIKE = "step_skipped", "hook_failed", "loss_spike"
 _SHOWN_FACTS = (
     *("id", "name", "status", "started", "seconds", "steps", "tokens", "parameters"),
     *("hooks", "loss_spikes", "debug_findings", "left_out"),
 )
-
-
-def to_script_json(value: Any) -> str:
-    """Return JSON that can stand in an HTML script element, whatever texts it has."""
-    text = json.dumps(value, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def share_buckets(runs: Iterable[RunData]) -> None:
@@ -156,10 +148,11 @@ def _marks(data: RunData) -> list[list[Any]]:
 
     def add(kind: str, event: Mapping[str, Any], text: str, loss: Any = None) -> None:
         numbers = [v if is_finite_number(v) else None for v in (event.get("step"), loss)]
-        marks.append([kind, numbers[0], event.get("time"), printable(text, 300), numbers[1]])
+        marks.append([kind, numbers[0], event.get("time"), shorten(text, 300), numbers[1]])
 
     for event in data.events_of("checkpoint"):
-        add("checkpoint", event, f"checkpoint {_base_name(event.get('path'))}")
+        path = str(event.get("path")).replace("\\", "/").rstrip("/")
+        add("checkpoint", event, f"checkpoint {path.rpartition('/')[2]}")
     for event in data.events_of("checkpoint_failed"):
         add("failure", event, f"checkpoint failed: {event.get('error')}")
     for event in data.events_of(_SKIPPED):
@@ -202,12 +195,12 @@ def _switches(data: RunData) -> dict[str, list[list[Any]]]:
     for hook in hooks if isinstance(hooks, list) else ():
         if isinstance(hook, dict):
             status = "enabled" if hook.get("enabled", True) else "disabled"
-            switches[printable(hook.get("name"), 100)] = [[0, status]]
+            switches[shorten(hook.get("name"), 100)] = [[0, status]]
     for event in data.events_of("hooks"):
         changed: Any = event.get("hooks")
         for name, status in changed.items() if isinstance(changed, dict) else ():
-            one = switches.setdefault(printable(name, 100), [])
-            one.append([event.get("step"), printable(status, 40)])
+            one = switches.setdefault(shorten(name, 100), [])
+            one.append([event.get("step"), shorten(status, 40)])
     return switches
 
 
@@ -216,11 +209,11 @@ def _failures(data: RunData) -> list[dict[str, Any]]:
     ends = [{**event, "hook": "training"} for event in data.events_of("end") if event.get("error")]
     recorded = [
         {
-            "hook": printable(event.get("hook"), 100),
-            "event": printable(event.get("event") or "", 100),
+            "hook": shorten(event.get("hook"), 100),
+            "event": shorten(event.get("event") or "", 100),
             "step": event.get("step") if is_finite_number(event.get("step")) else None,
-            "error": printable(event.get("error"), 1000),
-            "traceback": printable_lines(str(event.get("traceback") or "")[-_MAX_TRACEBACK:], 200),
+            "error": shorten(event.get("error"), 1000),
+            "traceback": str(event.get("traceback") or "")[-_MAX_TRACEBACK:],
         }
         for event in [*ends[-20:], *data.events_of(_FAILED)[:200]]
     ]
@@ -264,21 +257,17 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
         if value:
             text = json.dumps(value, default=str) if isinstance(value, dict | list) else value
             rows.append((name.replace("_", " ").capitalize(), text))
-    return [[name, printable(value, 2000)] for name, value in rows if value not in (None, "")]
+    return [[name, shorten(value, 2000)] for name, value in rows if value not in (None, "")]
 
 
 def _config_rows(manifest: Mapping[str, Any]) -> list[list[str]]:
     flat = describe_sections(manifest)["config"]
     rows = [
-        [printable(name, 200), printable(value, 400)]
+        [shorten(name, 200), shorten(value, 400)]
         for name, value in flat.items()
         if value is not None
     ]
     return rows[:_MAX_CONFIG]
-
-
-def _base_name(path: Any) -> str:
-    return str(path).replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 # -- loss spikes ----------------------------------------------------------------------------------
@@ -319,7 +308,7 @@ def _describe_batches(batches: Any) -> str:
             indices: Any = batch.get("indices")
             known = isinstance(indices, list) and indices
             of = f": indices {join_some(indices, 40, 20)}" if known else ""
-            loader = printable(batch.get("loader"), 60)
+            loader = shorten(batch.get("loader"), 60)
             parts.append(f"batch {_show(batch.get('batch_idx'))} of {loader}{of}")
     more = len(batches) - _MAX_BATCHES
     return "; ".join(parts) + (f"; and {more} more batches" if more > 0 else "")
@@ -345,7 +334,7 @@ def _compare(event: Mapping[str, Any]) -> tuple[list[list[str]], int]:
             continue
         center = median(before) if before else None
         farthest = max(after, key=lambda value: _distance(value, center))
-        row = [printable(name, 200), *map(_show, (center, after[0], farthest))]
+        row = [shorten(name, 200), *map(_show, (center, after[0], farthest))]
         found.append((_surprise(farthest, before, center), row))
     found.sort(key=lambda item: -item[0])
     return [row for _, row in found[:_MAX_SERIES]], max(0, len(found) - _MAX_SERIES)
@@ -372,43 +361,4 @@ def _number(value: Any, *, finite: bool = True) -> float | None:
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float) and math.isfinite(value):
-        value = float(f"{value:.4g}")
-    return printable(format_number(value), 60)
-
-
-# -- size -----------------------------------------------------------------------------------------
-
-
-def fit_page(data: dict[str, Any], room: int) -> None:
-    """Halve the largest parts of the encoded runs until they have at most `room` bytes as JSON.
-
-    What was left out is added to the facts of each run. Runs seldom need it: every part has limits
-    of its own, which a strange run may reach in all of them at once.
-    """
-    parts = [
-        (owner, name, run)
-        for run in [data, *data["runs"]]
-        for owner in (run, run.get("media", {}))
-        for name in owner
-        if isinstance(owner[name], dict | list) and name not in ("runs", "facts", "media", "xs")
-    ]
-    sizes = [_size(owner[name]) for owner, name, _ in parts]
-    total = _size(data)
-    while total > room and max(sizes) > _MIN_PART:
-        largest = sizes.index(max(sizes))
-        owner, name, run = parts[largest]
-        part: Any = owner[name]
-        kept = len(part) // 2
-        note = f"{len(part) - kept:,} of {len(part):,} {name}: the page would be too large"
-        owner[name] = dict([*part.items()][:kept]) if isinstance(part, dict) else part[:kept]
-        size = _size(owner[name])
-        total, sizes[largest] = total - sizes[largest] + size, size
-        for one in [run] if "facts" in run else data["runs"]:
-            one["facts"]["left_out"].append(printable(note))
-
-
-def _size(value: Any) -> int:
-    return len(to_script_json(value))
+    return "–" if value is None else shorten(format_number(round_number(value)), 60)

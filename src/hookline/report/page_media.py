@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.files.regular_files import read_regular_file
-from hookline.printable import printable, printable_lines
-from hookline.runs.run_lookup import find_refused_folder
+from hookline.runs.location import find_refused_folder
 
 _MAX_NAMES = {"histogram": 40, "text": 20, "image": 20}
 _MAX_HISTOGRAMS = 64  # of one name
@@ -86,8 +85,7 @@ class Media:
             "texts": {n: _encode_texts(v) for n, v in self._values["text"].items()},
             "images": self._encode_images(folder, int(share * _MAX_ALL_IMAGES)),
         }
-        shown = {k: {printable(n, 200): v for n, v in one.items()} for k, one in encoded.items()}
-        return shown, [f"{count:,} {what}" for what, count in self._left_out.items()]
+        return encoded, [f"{count:,} {what}" for what, count in self._left_out.items()]
 
     def _encode_images(self, folder: Path, room: int) -> dict[str, Any]:
         refused = find_refused_folder(folder / "media")
@@ -181,7 +179,9 @@ def _encode_texts(values: _Values) -> dict[str, Any]:
     items: list[list[Any]] = []
     for step, text in values.kept:
         cut = text[:_MAX_CHARACTERS] + "…" if len(text) > _MAX_CHARACTERS else text
-        items.append([step, printable_lines(cut, _MAX_LINES)])
+        lines = cut.split("\n")
+        more = [f"… and {len(lines) - _MAX_LINES} more lines"] * (len(lines) > _MAX_LINES)
+        items.append([step, "\n".join([*lines[:_MAX_LINES], *more])])
     return {"total": values.total, "items": items}
 
 

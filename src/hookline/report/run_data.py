@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.report.page_media import Media
-from hookline.report.sampling import SampledSeries
+from hookline.report.series import SampledSeries
 from hookline.runs.jsonl_reader import JsonlReader
-from hookline.runs.manifest import inspect_run_manifest
 from hookline.runs.metric_values import Scalar, read_scalars
-from hookline.runs.run_lookup import find_refused_entries, find_refused_folder
-from hookline.runs.run_reader import OpenedRun
+from hookline.runs.reader import OpenedRun
 
 MAX_SERIES = 20_000
 _MAX_PENDING = 200_000  # values that are kept before they are sampled
@@ -54,7 +52,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class RunData:
-    """What a report shows of a run.
+    """A run as far as a report shows it.
 
     Series are in the order of their first values, events by kind, the oldest first. If there are
     very many events, `events` has some of them, and `event_counts` their number.
@@ -83,23 +81,13 @@ class RunData:
 
 def read_run(run: OpenedRun, progress: Progress | None = None) -> RunData:
     """Read a run, whatever state it is in; `progress` gets the bytes read, and all bytes."""
-    manifest, damage = inspect_run_manifest(run.path)
-    data = RunData(run, run.overview(), manifest)
+    data = RunData(run, run.overview(), run.manifest, checkpoints=run.checkpoints())
     growing = data.overview["status"] == "training"
     metrics = JsonlReader(run.path / "metrics.jsonl", growing=growing)
     events = JsonlReader(run.path / "events.jsonl", growing=growing)
     left_out = _read_metrics(data, metrics, progress)
     _read_events(data, events)
-    damage += metrics.damage + events.damage
-    folder = run.path / "checkpoints"
-    if find_refused_folder(folder) is None:
-        from hookline.runs.checkpoint_reader import read_checkpoints
-
-        data.checkpoints, problems = read_checkpoints(folder)
-        damage += problems
-    known = "\n".join(damage)
-    damage += [line for line in find_refused_entries(run.path) if line not in known]
-    data.left_out = damage + left_out
+    data.left_out = run.collect_damage([metrics, events]) + left_out
     return data
 
 
@@ -112,14 +100,14 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
     size = _size_of(data)
     for block_size, scalars in read_scalars(reader, data.media.add):
         for row in scalars:
-            rows = pending.get(row[2])
+            rows = pending.get(row[3])
             if rows is None:
                 if len(pending) >= MAX_SERIES:
                     if len(dropped) < MAX_SERIES:
-                        dropped.add(row[2])
+                        dropped.add(row[3])
                     continue
-                rows = pending[row[2]] = []
-                names[row[2]] = json.loads(row[2])
+                rows = pending[row[3]] = []
+                names[row[3]] = json.loads(row[3])
             rows.append(row)
         count += len(scalars)
         if count >= _MAX_PENDING:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint, get_last_checkpoint
     from hookline.runs.diff import diff_runs
     from hookline.runs.jsonl_reader import read_records
+    from hookline.runs.reader import OpenedRun, open_run
     from hookline.runs.run import Run
-    from hookline.runs.run_reader import OpenedRun, open_run
 
 __all__ = [
     "OpenedRun",
@@ -34,7 +34,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "diff": ("diff_runs",),
         "jsonl_reader": ("read_records",),
-        "run_reader": ("OpenedRun", "open_run"),
+        "reader": ("OpenedRun", "open_run"),
         "run": ("Run",),
         "checkpoint_reader": ("SavedCheckpoint", "get_last_checkpoint"),
     },

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hookline.arguments import check_path
-from hookline.checkpoint.checkpoint_lookup import (
+from hookline.checkpoint.catalog import (
     find_checkpoint,
     is_emergency,
     is_weights_only,
@@ -20,12 +20,12 @@ from hookline.checkpoint.checkpoint_lookup import (
     read_pointers,
     scan_checkpoints,
 )
+from hookline.checkpoint.completion_files import find_transformers_checkpoint
 from hookline.checkpoint.differences import describe_mismatches, fitting_weights
-from hookline.checkpoint.host_folders import find_host_checkpoint
 from hookline.checkpoint.retention import KeepRules
 from hookline.errors import CheckpointError
 from hookline.printable import message_lines
-from hookline.runs.run_lookup import list_run_folders
+from hookline.runs.location import list_run_folders
 
 if TYPE_CHECKING:
     import torch
@@ -112,8 +112,8 @@ def get_last_checkpoint(folder: str | os.PathLike[str], *, verify: bool = True) 
     folder = Path(check_path("The folder", folder, "that of a run or of checkpoints"))
     if not path_exists(folder) or not folder.is_dir():
         return None
-    if (of_host := find_host_checkpoint(folder, verify=verify)) is not None:
-        return of_host
+    if (found := find_transformers_checkpoint(folder, verify=verify)) is not None:
+        return found
     for place in (folder, *list_run_folders(folder)):
         try:
             return find_checkpoint(place, verify=verify)

@@ -8,7 +8,8 @@ from typing import Any
 
 from hookline.arguments import check_instance
 from hookline.runs.jsonable import remove_addresses
-from hookline.runs.run_reader import OpenedRun
+from hookline.runs.metric_values import MetricSummary
+from hookline.runs.reader import OpenedRun
 
 _GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
 
@@ -38,7 +39,8 @@ def diff_runs(a: OpenedRun, b: OpenedRun) -> dict[str, Pairs]:
     if not (a.manifest and b.manifest):
         unknown: Pairs = {"manifest": ["unknown", "unknown"]}
         differences = {name: pairs or unknown for name, pairs in differences.items()}
-    return {**differences, "results": _diff(_results(a), _results(b))}
+    results = [describe_results(run.overview(), run.results()) for run in (a, b)]
+    return {**differences, "results": _diff(*results)}
 
 
 def describe_sections(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -123,11 +125,13 @@ def _versions(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**versions, **flatten(machine)}
 
 
-def _results(run: OpenedRun) -> dict[str, Any]:
-    overview = run.overview()
+def describe_results(
+    overview: Mapping[str, Any], summaries: Mapping[str, MetricSummary]
+) -> dict[str, Any]:
+    """Return the status, the last step, and the last and best value of each metric."""
     metrics = {
         f"{metric} ({field})": getattr(summary, field)
-        for metric, summary in run.results().items()
+        for metric, summary in summaries.items()
         if not metric.startswith(("system/", "time/"))  # no two runs have the same
         for field in ("last", "best")
     }

@@ -118,13 +118,13 @@ def _describe_devices(device: Any) -> dict[str, Any]:
 
 
 def is_process_alive(process: Mapping[str, Any]) -> bool | None:
-    """Return whether a described process is alive; None for another container or host."""
+    """Return whether a described process is alive; None for one of another container or machine."""
     pid = process.get("pid")
     if type(pid) is not int or not 0 < pid < 2**31:  # others mean groups of processes
         return None
     if process.get("host") != socket.gethostname() or os.name != "posix":
         return None
-    # Several hosts may have the same name.
+    # Several machines may have the same name.
     if process.get("pid_namespace") != _pid_namespace() or process.get("boot_id") != _boot_id():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Runs as tables for people: text, and HTML for notebooks.
+"""Runs as tables for people.
 
 Names and values may come from anybody: control characters are escaped, long lists are cut.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from html import escape
 from typing import Any
 
 from hookline.printable import printable
 from hookline.runs.checkpoint_reader import SavedCheckpoint
 from hookline.runs.environment import describe_commit
 from hookline.runs.metric_values import MetricSummary
-from hookline.text_tables import format_table, join_some, printable_cells
+from hookline.text_tables import format_table, join_some
 
 _MAX_ROWS = 40  # of metrics, and of checkpoints
 _MAX_DAMAGE = 20  # lines
@@ -26,8 +25,8 @@ Fields = Mapping[str, Any]
 def format_run_line(overview: Fields) -> str:
     """Return a short line about a run."""
     steps = "no steps" if overview["steps"] is None else f"{overview['steps']} steps"
-    run, status, path = (printable(overview[name]) for name in ("id", "status", "path"))
-    return f"<run {run}: {status}, {printable(steps)}, {path}>"
+    line = f"<run {overview['id']}: {overview['status']}, {steps}, {overview['path']}>"
+    return printable(line, 500)
 
 
 def format_run(
@@ -36,26 +35,19 @@ def format_run(
     results: Mapping[str, MetricSummary],
     checkpoints: Sequence[SavedCheckpoint],
     damage: Sequence[str],
-    *,
-    html: bool,
 ) -> str:
-    """Return a run's fields, metrics, checkpoints and damage as text, or as HTML tables."""
+    """Return a run's fields, metrics, checkpoints and damage as text."""
     fields = _main_fields(overview, manifest)
-    blocks = [_html_table((), fields) if html else format_table(fields[0], fields[1:])]
     tables = [
         (_METRIC_HEADERS, [_metric_row(*item) for item in results.items()]),
         (_CHECKPOINT_HEADERS, [_checkpoint_row(checkpoint) for checkpoint in checkpoints]),
     ]
-    make_table = _html_table if html else format_table
-    blocks += [make_table(*table, limit=_MAX_ROWS) for table in tables if table[1]]
-    lines = [printable(line, 1000) for line in damage[:_MAX_DAMAGE]]
-    lines += [f"… and {len(damage) - _MAX_DAMAGE} more"] * (len(damage) > _MAX_DAMAGE)
-    if damage and html:
-        items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        blocks.append(f"<p>Damaged:</p><ul>{items}</ul>")
-    elif damage:
-        blocks.append("\n".join(f"damaged: {line}" for line in lines))
-    return f"<div>{''.join(blocks)}</div>" if html else "\n\n".join(blocks)
+    blocks = [format_table(fields[0], fields[1:])]
+    blocks += [format_table(*table, limit=_MAX_ROWS) for table in tables if table[1]]
+    lines = [f"damaged: {printable(line, 1000)}" for line in damage[:_MAX_DAMAGE]]
+    if len(damage) > _MAX_DAMAGE:
+        lines.append(f"damaged: … and {len(damage) - _MAX_DAMAGE} more")
+    return "\n\n".join([*blocks, "\n".join(lines)] if lines else blocks)
 
 
 def format_duration(seconds: float | None) -> str:
@@ -94,13 +86,15 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
     changes = ", with uncommitted changes" if git.get("dirty") else ""
     branch = f" on {git['branch']}" if git.get("branch") else ""
     versions = manifest.get("versions", {}).items()
+    parent = manifest.get("parent")
+    origin = parent and f"run {parent.get('run_id')} at step {parent.get('step')}"
     fields = [
         ("run", overview["id"]),
         ("name", manifest.get("name")),
         ("tags", join_some(manifest.get("tags") or ())),
         ("folder", overview["path"]),
         ("status", overview["status"]),
-        ("forked from", _describe_parent(manifest.get("parent"))),
+        ("forked from", origin),
         ("last error", _first_line(overview["last_error"])),
         ("started", f"{format_time(overview['started'])} UTC"),
         ("trained", _describe_training(overview)),
@@ -112,10 +106,6 @@ def _main_fields(overview: Fields, manifest: Fields) -> list[tuple[str, str]]:
         ("versions", join_some(f"{name} {version}" for name, version in versions if version)),
     ]
     return [(name, str(value)) for name, value in fields if value not in (None, "")]
-
-
-def _describe_parent(parent: Any) -> str | None:
-    return None if parent is None else f"run {parent.get('run_id')} at step {parent.get('step')}"
 
 
 def _training_fields(training: Any) -> list[tuple[str, str]]:
@@ -134,7 +124,7 @@ def _training_fields(training: Any) -> list[tuple[str, str]]:
             for name, loader in training.get(kind, {}).items():
                 length = "" if loader["length"] is None else f", {loader['length']} batches"
                 size = "" if loader["batch_size"] is None else f" of {loader['batch_size']}"
-                fields.append((f"{printable(name, 40)} data", f"{_short(loader)}{length}{size}"))
+                fields.append((f"{name} data", f"{_short(loader)}{length}{size}"))
         hparams = training.get("hparams", {}).items()
         fields.append(("hparams", join_some(f"{k}={format_number(v)}" for k, v in hparams)))
     return fields
@@ -151,10 +141,10 @@ def _first_line(error: Any) -> str:
 
 
 def _describe_training(overview: Fields) -> str:
-    parts = overview["parts"]
+    attempts = overview["attempts"]
     duration = format_duration(overview["seconds"])
     steps = "" if overview["steps"] is None else f", {overview['steps']} steps"
-    return duration + steps + (f", in {parts} parts" if parts > 1 else "")
+    return duration + steps + (f", in {attempts} attempts" if attempts > 1 else "")
 
 
 def _list_hooks(hooks: Sequence[Any]) -> str:
@@ -175,15 +165,3 @@ def _checkpoint_row(checkpoint: SavedCheckpoint) -> tuple[str, ...]:
     metrics = [f"{name} {format_number(value)}" for name, value in checkpoint.metrics.items()]
     step, epoch = format_number(checkpoint.step), format_number(checkpoint.epoch)
     return checkpoint.path.name, step, epoch, " ".join(pointers), join_some(metrics)
-
-
-def _html_table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], *, limit: int | None = None
-) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in headers)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in printable_cells(row)) + "</tr>"
-        for row in rows[:limit]
-    )
-    more = f"<p>… and {len(rows) - limit} more</p>" if limit and len(rows) > limit else ""
-    return f"<table>{f'<tr>{head}</tr>' if headers else ''}{body}</table>{more}"

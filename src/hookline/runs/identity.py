@@ -78,7 +78,7 @@ def _describe_hook(info: HookInfo) -> dict[str, Any]:
 
 
 def describe_training(loop: Any) -> dict[str, Any]:
-    """Return the parts of a trainer or a session as JSON; secrets in `hparams` are not masked.
+    """Return the model, optimizers and data of a loop as JSON; secrets in `hparams` are not masked.
 
     Two runs with the same description were started in the same way. What changes during training,
     such as the learning rate that a scheduler has reached, is not part of it: a loop describes
@@ -162,7 +162,7 @@ def _describe_loaders(data: Any) -> dict[str, Any]:
 
 
 def _describe_loader(loader: Any) -> dict[str, Any]:
-    loader = getattr(loader, "whole_loader", loader)  # not the share of one of several processes
+    loader = getattr(loader, "whole_loader", loader)  # not what one of several processes loads
     batch_size = getattr(loader, "batch_size", None)
     if batch_size is None:
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)

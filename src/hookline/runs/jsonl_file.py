@@ -33,6 +33,15 @@ MetricRecord = tuple[Any, Any, float, str, str, Any]
 """step, epoch, time, name, kind, value"""
 
 
+class WriteRefusedError(OSError):
+    """A file may not be written any more; the reason was logged."""
+
+
+def _refuse_deleted(is_deleted: bool) -> None:
+    if is_deleted:
+        raise FileNotFoundError("the file was deleted")
+
+
 class JsonlFile:
     """A file that lines are appended to.
 
@@ -41,8 +50,7 @@ class JsonlFile:
     Args:
         path: The file; created if it does not exist.
         check: Called before each write with whether the file was deleted; if it raises OSError,
-            which it has logged itself, nothing is written. By default a deleted file is not
-            written.
+            nothing is written. By default a deleted file is not written.
         follow_links: The user chose the path: it may be a link or a device. Otherwise only a
             regular file is opened.
     """
@@ -50,7 +58,7 @@ class JsonlFile:
     def __init__(
         self,
         path: Path,
-        check: Callable[[bool], None] | None = None,
+        check: Callable[[bool], None] = _refuse_deleted,
         *,
         follow_links: bool = False,
     ) -> None:
@@ -65,36 +73,25 @@ class JsonlFile:
         """Append lines, each of which ends with a line feed, in one write."""
         if not lines:
             return
-        if self._handle is None:
-            self._count_lost(lines, OSError("the file is closed"))
-            return
-        try:
-            is_deleted = os.fstat(self._handle).st_nlink == 0
-        except OSError as error:  # such as a stale handle of a network file system
-            self._count_lost(lines, error)
-            return
-        if self._check is not None:
-            try:
-                self._check(is_deleted)
-            except OSError:
-                self.lost += len(lines)
-                return
-        elif is_deleted:
-            self._count_lost(lines, FileNotFoundError("the file was deleted"))
-            return
         separator = b"\n" if self._ends_within_line else b""
         data = separator + b"".join(lines)
         written = 0
         try:
+            handle = self._open_handle()
+            self._check(os.fstat(handle).st_nlink == 0)
             while written < len(data):  # one call, unless the disk is full
-                written += os.write(self._handle, data[written:])
+                written += os.write(handle, data[written:])
+            self._ends_within_line = False
         except OSError as error:
             if written:
                 self._ends_within_line = data[written - 1 : written] != b"\n"
             complete = max(0, data[:written].count(b"\n") - len(separator))
-            self._count_lost(lines[complete:], error)
-        else:
-            self._ends_within_line = False
+            self._count_lost(len(lines) - complete, error)
+
+    def _count_lost(self, count: int, error: OSError) -> None:
+        if not self.lost and not isinstance(error, WriteRefusedError):
+            log.error("Cannot write %s: %s. Training continues without it.", self.path, error)
+        self.lost += count
 
     def sync(self) -> None:
         """Flush what was written to the disk."""
@@ -157,11 +154,6 @@ class JsonlFile:
             with suppress(OSError):
                 os.close(self._handle)
             self._handle = None
-
-    def _count_lost(self, lines: list[bytes], error: OSError) -> None:
-        if not self.lost:
-            log.error("Cannot write %s: %s. Training continues without it.", self.path, error)
-        self.lost += len(lines)
 
 
 def encode_line(fields: dict[str, Any]) -> bytes:

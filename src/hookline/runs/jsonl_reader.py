@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import open_regular_file
 from hookline.files.strict_json import parse_json
-from hookline.printable import printable
 from hookline.runs.jsonl_file import VERSION
 
 _BLOCK_SIZE = 1 << 18
@@ -24,7 +23,6 @@ _END_SIZE = 1 << 16  # read at a time from the end
 _MAX_SHOWN = 5  # damaged lines in one message
 _MAX_DAMAGED = 20_000  # then it is not a log, and each further line takes longer than a record
 _MAX_NAME = 10_000  # characters
-_NUMBERS_AS_TEXT = ("NaN", "Infinity", "-Infinity")
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -59,7 +57,7 @@ class JsonlReader:
         self._lines = 0
         self._damaged = 0
         self._first_damaged: list[str] = []
-        self._newer_versions: list[str] = []
+        self._newer_versions: set[str] = set()
         self._problems: list[str] = []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -109,7 +107,8 @@ class JsonlReader:
         try:
             record = _parse_line(line)
             if _is_newer(record):
-                self._note_version(record["v"])
+                if len(self._newer_versions) < _MAX_SHOWN:
+                    self._newer_versions.add(str(record["v"])[:20])
                 return None
             problem = self._find_problem(record)
         except ValueError as error:
@@ -122,14 +121,9 @@ class JsonlReader:
             self._first_damaged.append(f"line {self._lines}: {problem}")
         return None
 
-    def _note_version(self, version: int) -> None:
-        shown = printable(version, 20)
-        if shown not in self._newer_versions and len(self._newer_versions) < _MAX_SHOWN:
-            self._newer_versions.append(shown)
-
     @property
     def damage(self) -> list[str]:
-        """What is damaged, one line each; complete when everything has been read."""
+        """The damage, one line each; complete when everything has been read."""
         name, problems = self._file.name, [*self._problems]
         if self._damaged:
             lines = "; ".join(self._first_damaged)
@@ -215,15 +209,8 @@ def find_metric_problem(record: Mapping[str, Any]) -> str | None:
         return f"its 'name' is not a text of up to {_MAX_NAME:,} characters"
     if not _is_name(kind):
         return "its 'kind' is not a text"
-    if kind == "scalar" and not is_finite_number(value) and value not in _NUMBERS_AS_TEXT:
-        return "its 'value' is not a number that a float can hold"
-    if kind == "text" and not isinstance(value, str):
-        return "its 'value' is not a text"
-    if kind == "histogram" and not _is_histogram(value):
-        return "its 'value' is not a histogram"
-    if kind == "image" and not (isinstance(value, dict) and _is_media_path(value.get("path"))):
-        return "its 'value' is not an image in the folder media"
-    return None
+    is_valid, expected = _VALUES.get(str(kind), (lambda _: True, ""))
+    return None if is_valid(value) else f"its 'value' is not {expected}"
 
 
 def _find_event_problem(record: Mapping[str, Any]) -> str | None:
@@ -245,16 +232,28 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-def _is_media_path(path: Any) -> bool:
-    """Return whether a path names a file in a run's folder `media`."""
-    return isinstance(path, str) and path[:6] == "media/" and is_plain_name(path[6:])
-
-
 def _is_name(name: Any) -> bool:
     return isinstance(name, str) and len(name) <= _MAX_NAME
 
 
+def _is_scalar(value: Any) -> bool:
+    return is_finite_number(value) or value in ("NaN", "Infinity", "-Infinity")
+
+
 def _is_histogram(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return isinstance(value.get("counts"), list) and isinstance(value.get("edges"), list)
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name), list) for name in ("counts", "edges")
+    )
+
+
+def _is_image(value: Any) -> bool:
+    path = value.get("path") if isinstance(value, dict) else None
+    return isinstance(path, str) and path[:6] == "media/" and is_plain_name(path[6:])
+
+
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "scalar": (_is_scalar, "a number that a float can hold"),
+    "text": (lambda value: isinstance(value, str), "a text"),
+    "histogram": (_is_histogram, "a histogram"),
+    "image": (_is_image, "an image in the folder media"),
+}

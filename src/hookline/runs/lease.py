@@ -33,6 +33,7 @@ from hookline.files.regular_files import describe_kind, open_handle, read_regula
 from hookline.files.strict_json import parse_json
 from hookline.interrupts import AllowedInterrupts
 from hookline.runs.environment import describe_process, is_process_alive
+from hookline.runs.jsonl_file import WriteRefusedError
 from hookline.runs.manifest import utc_now
 
 log = logging.getLogger("hookline")
@@ -43,8 +44,7 @@ STALE_SECONDS = 60.0
 HEARTBEAT_SECONDS = 10.0
 """How often a holder changes its heartbeat."""
 
-_NAME = re.compile(r"lease-([1-9][0-9]{0,17})\.json")
-_LAST = 10**17  # a higher number would not fit the pattern at some time
+_NAME = re.compile(r"lease-([1-9][0-9]*)\.json")
 _SIZE = 1024  # always the same, so that one write replaces the contents
 
 
@@ -78,11 +78,6 @@ class Lease:
         while True:
             with AllowedInterrupts():  # it may wait for a minute
                 number = _wait_until_free(folder)
-            if number >= _LAST:
-                raise RunError(
-                    f"The run {folder} cannot be written: the number of its lease "
-                    f"{_lease_file(folder, number).name} is too high. Remove that file."
-                )
             lease = cls._create(folder, number + 1)
             if lease is not None:
                 try:
@@ -121,21 +116,21 @@ class Lease:
         return self._pid == os.getpid()
 
     def check(self, is_deleted: bool) -> None:
-        """Raise OSError if a file of the run cannot be written any more; the log says so once.
+        """Raise if a file of the run cannot be written any more; the log says so once.
 
         It looks at the lease only if the thread has not done so for a while: the process may have
         been suspended.
         """
         if not self.is_own:
-            raise OSError("a forked process does not write the run of its parent")
+            raise WriteRefusedError("a forked process does not write the run of its parent")
         if self.lost is None and time.monotonic() - self._confirmed > STALE_SECONDS / 2:
             with suppress(OSError):
                 self._confirm()
         if self.lost is not None:
-            raise OSError(self.lost)
+            raise WriteRefusedError(self.lost)
         if is_deleted:
             self._report_deleted()
-            raise FileNotFoundError(f"{self._path.parent} was deleted")
+            raise WriteRefusedError(f"{self._path.parent} was deleted")
 
     def release(self) -> None:
         """Let other processes write the run. A forked process does not release it."""

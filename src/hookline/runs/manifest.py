@@ -1,8 +1,8 @@
 """A run's manifest: what ran, with which code and configuration, how it ended.
 
-The manifest describes the newest part of the run: its configuration, hooks, code and versions. A
-part is what one process trained. Each part has the facts of its own process; configuration, hooks
-and packages are kept in an earlier part only if they changed afterwards.
+The manifest describes the newest attempt: its configuration, hooks, code and versions. An attempt
+is one process that worked on the run; a resumed run has several. Each has the facts of its own
+process; configuration, hooks and packages are kept in an earlier one only if they changed since.
 
 Reading a manifest does not import torch.
 """
@@ -22,14 +22,13 @@ from typing import Any
 
 from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
-from hookline.checkpoint.checkpoint_manifest import is_count
+from hookline.checkpoint.catalog import is_count
 from hookline.errors import RunError
 from hookline.files.limits import file_limits
 from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import read_regular_file
 from hookline.files.strict_json import parse_json
 from hookline.masking import mask_secrets
-from hookline.printable import printable
 from hookline.runs.environment import describe_environment
 from hookline.runs.jsonable import config_hash as hash_config
 from hookline.runs.jsonable import to_jsonable
@@ -39,11 +38,11 @@ _NAME = "manifest.json"
 _FORMAT = "hookline.run"
 _VERSION = 1
 _MAX_SHOWN = 5  # problems in one message
-_PART_FIELDS = (  # in the part only
+_ATTEMPT_FIELDS = (  # in the attempt only
     *("number", "started", "ended", "status", "resumed_from", "error"),
     *("host", "boot_id", "pid", "pid_started", "pid_namespace"),
 )
-_LONG_FIELDS = (  # in an earlier part if they changed afterwards
+_LONG_FIELDS = (  # in an earlier attempt if they changed afterwards
     *("config", "hooks", "training", "name", "tags", "packages", "seed", "torch_seed"),
     *("sources", "parameter_names"),
 )
@@ -70,10 +69,9 @@ def read_run_manifest(folder: Path) -> dict[str, Any]:
     """Return a run's manifest; raise RunError if it is missing, of a newer version or not valid."""
     manifest, problems = _parse_manifest(folder)
     if problems:
-        more = f"; and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise RunError(
-            f"{folder / _NAME} is not valid: {'; '.join(problems[:_MAX_SHOWN])}{more}. Repair the "
-            "file, or start a new run."
+            f"{folder / _NAME} is not valid: {'; '.join(problems)}. Repair the file, or start a "
+            "new run."
         )
     return manifest
 
@@ -85,10 +83,7 @@ def inspect_run_manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
     except RunError as error:
         is_missing = not os.path.lexists(folder / _NAME)
         return {}, [f"{_NAME} is missing" if is_missing else str(error)]
-    shown = [f"{_NAME}: {problem}" for problem in problems[:_MAX_SHOWN]]
-    if len(problems) > _MAX_SHOWN:
-        shown.append(f"{_NAME}: {len(problems) - _MAX_SHOWN} more fields are not valid")
-    return manifest, shown
+    return manifest, [f"{_NAME}: {problem}" for problem in problems]
 
 
 def is_run_manifest(folder: Path) -> bool:
@@ -117,9 +112,11 @@ def _parse_manifest(folder: Path) -> tuple[dict[str, Any], list[str]]:
     version = manifest.get("version")
     if type(version) is not int or not 1 <= version <= _VERSION:
         raise RunError(
-            f"{file} has version {printable(version, 60)}, and this hookline reads up to "
-            f"{_VERSION}. Install a newer hookline: pip install -U hookline"
+            f"{file} has version {str(version)[:60]}, and this hookline reads up to {_VERSION}. "
+            "Install a newer hookline: pip install -U hookline"
         )
+    if "parts" in manifest:  # as older versions called them
+        manifest.setdefault("attempts", manifest.pop("parts"))
     return _check_manifest(manifest)
 
 
@@ -140,7 +137,7 @@ def last_write_time(folder: Path) -> float | None:
     return max(times, default=None)
 
 
-def describe_part(
+def describe_attempt(
     config: Mapping[str, Any] | None,
     seed: Any,
     hooks: Sequence[Any] | None,
@@ -152,7 +149,7 @@ def describe_part(
     resumed_from: str | None = None,
     parameter_names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the fields of a part of a run that starts now; None means the same as before."""
+    """Return the fields of an attempt that starts now; None means the same as before."""
     fields: dict[str, Any] = {"number": 1, "started": utc_now(), "ended": None}
     fields |= {"status": "training", "resumed_from": resumed_from, "error": None}
     if config is not None:
@@ -174,9 +171,9 @@ def describe_part(
 
 
 def new_manifest(
-    run_id: str, part: Mapping[str, Any], parent: Mapping[str, Any] | None = None
+    run_id: str, attempt: Mapping[str, Any], parent: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the manifest of a run that starts with this part; forked from `parent`, if any.
+    """Return the manifest of a run that starts with this attempt; forked from `parent`, if any.
 
     Fields that would not be valid are left out, such as the run id of a stranger's checkpoint.
     """
@@ -186,33 +183,33 @@ def new_manifest(
         "run_id": run_id,
         "parent": to_jsonable(parent),
         "status": "training",
-        "created": part["started"],
-        "started": part["started"],
+        "created": attempt["started"],
+        "started": attempt["started"],
         "ended": None,
         "last_error": None,
-        **_without(part, _PART_FIELDS),
+        **_without(attempt, _ATTEMPT_FIELDS),
         "lost_records": 0,
-        "parts": [_without(part, _LONG_FIELDS)],
+        "attempts": [_without(attempt, _LONG_FIELDS)],
     }
     return _check_manifest(manifest)[0]
 
 
 def continue_manifest(
-    folder: Path, manifest: Mapping[str, Any], part: Mapping[str, Any]
+    folder: Path, manifest: Mapping[str, Any], attempt: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the manifest of a run that is resumed with this part, as `new_manifest`."""
-    parts = [dict(earlier) for earlier in manifest.get("parts") or ()]
-    if parts:
-        earlier = {n: manifest[n] for n in _LONG_FIELDS if n in manifest and n in part}
-        parts[-1] |= {name: value for name, value in earlier.items() if value != part[name]}
-        if parts[-1].get("ended") is None:  # its process died
+    """Return the manifest of a run that is resumed with this attempt, as `new_manifest`."""
+    attempts = [dict(earlier) for earlier in manifest.get("attempts") or ()]
+    if attempts:
+        earlier = {n: manifest[n] for n in _LONG_FIELDS if n in manifest and n in attempt}
+        attempts[-1] |= {name: value for name, value in earlier.items() if value != attempt[name]}
+        if attempts[-1].get("ended") is None:  # its process died
             written = last_write_time(folder)
-            parts[-1] |= {"status": "lost", "ended": written and _format_time(written)}
+            attempts[-1] |= {"status": "lost", "ended": written and _format_time(written)}
     continued = {
         **manifest,
         **{"status": "training", "ended": None, "last_error": None},
-        **_without(part, _PART_FIELDS),
-        "parts": [*parts, {**_without(part, _LONG_FIELDS), "number": len(parts) + 1}],
+        **_without(attempt, _ATTEMPT_FIELDS),
+        "attempts": [*attempts, {**_without(attempt, _LONG_FIELDS), "number": len(attempts) + 1}],
     }
     return _check_manifest(continued)[0]
 
@@ -224,8 +221,8 @@ def _format_time(seconds: float) -> str | None:
         return None
 
 
-def _without(part: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in part.items() if name not in names}
+def _without(fields: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 # -- the fields, which may come from anybody: readers use only those that were checked ------------
@@ -241,14 +238,15 @@ def _check_manifest(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
             chosen = checks if checks is not None else dict.fromkeys(valid[name], _OPTIONAL_TEXT)
             valid[name], found = _check_fields(valid[name], chosen, f" of '{name}'")
             problems += found
-    if "parts" in valid:
-        parts: list[dict[str, Any]] = []
-        for number, part in enumerate(valid["parts"], 1):
-            checked, found = _check_fields(part, _PART, f" of part {number}")
-            parts.append(checked)
-            problems += found
-        valid["parts"] = parts
-    return valid, problems
+    if "attempts" in valid:
+        attempts = [
+            _check_fields(attempt, _ATTEMPT, f" of attempt {number}")
+            for number, attempt in enumerate(valid["attempts"], 1)
+        ]
+        valid["attempts"] = [checked for checked, _ in attempts]
+        problems += [problem for _, found in attempts for problem in found]
+    more = len(problems) - _MAX_SHOWN
+    return valid, problems[:_MAX_SHOWN] + [f"{more} more fields are not valid"] * (more > 0)
 
 
 def parse_time(text: Any) -> float | None:
@@ -267,7 +265,7 @@ def _check_fields(
     for name, (is_valid, expected) in checks.items():
         if name in fields and not is_valid(fields[name]):
             found = _describe(valid.pop(name))
-            problems.append(f"'{printable(name, 60)}'{where} is {found}; expected {expected}")
+            problems.append(f"'{name[:60]}'{where} is {found}; expected {expected}")
     return valid, problems
 
 
@@ -275,8 +273,8 @@ def _describe(value: Any) -> str:
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, str):
-        return f"'{printable(value, 60)}'"
-    return "null" if value is None else printable(value, 60)
+        return repr(value[:60])
+    return "null" if value is None else str(value)[:60]
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -287,13 +285,9 @@ def _is_error(value: Any) -> bool:
 
 
 def _is_rewind(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("restored"), list):
+    if not isinstance(value, dict):
         return False
     sizes = [value.get(name) for name in ("metrics", "end", "repeated")]
-    for piece in value["restored"]:
-        if not isinstance(piece, list) or len(piece) != 2:
-            return False
-        sizes += piece
     return all(map(is_count, sizes)) and value["metrics"] <= value["end"]
 
 
@@ -341,7 +335,7 @@ _FIELDS: dict[str, Check] = {
         ("tags", "command", "parameter_names"), _list_of(_is_scalar, "a list of texts")
     ),
     "lost_records": _or_null(_COUNT),
-    "parts": _list_of(_is_object, "a list of objects"),
+    "attempts": _list_of(_is_object, "a list of objects"),
     "rewinds": _list_of(_is_rewind, "a list of objects with sizes and positions in bytes"),
 }
 _PARENT: dict[str, Check] = {
@@ -359,7 +353,7 @@ _ERROR: dict[str, Check] = {
     "message": _OPTIONAL_TEXT,
     "step": _or_null(_NUMBER),
 }
-_PART: dict[str, Check] = {
+_ATTEMPT: dict[str, Check] = {
     "number": _COUNT,
     "started": _TIME,
     "ended": _or_null(_TIME),

@@ -17,7 +17,7 @@ from torch import Tensor
 from hookline.files.plain_names import is_plain_name
 from hookline.files.regular_files import FileRefusedError, open_handle
 from hookline.runs.jsonable import to_jsonable
-from hookline.runs.run_lookup import find_refused_folder
+from hookline.runs.location import find_refused_folder
 
 _BINS = 64
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -34,8 +34,8 @@ def make_histogram(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         value = (value["counts"], value["edges"])
     if isinstance(value, tuple | list) and len(cast("list[Any]", value)) == 2:
-        parts = [part.tolist() if hasattr(part, "tolist") else part for part in value]
-        counts, edges = to_jsonable(parts)
+        lists = [one.tolist() if hasattr(one, "tolist") else one for one in value]
+        counts, edges = to_jsonable(lists)
         if len(edges) != len(counts) + 1:
             raise ValueError("a histogram has one more edge than counts")
         return {"counts": counts, "edges": edges}

@@ -12,7 +12,8 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,7 +27,7 @@ from hookline.arguments import (
     show_value,
 )
 from hookline.checkpoint.atomic_files import remove_leftovers
-from hookline.checkpoint.checkpoint_lookup import read_pointers
+from hookline.checkpoint.catalog import read_pointers
 from hookline.context import LazyDict, LazyFloat
 from hookline.errors import RunError, listed
 from hookline.masking import mask_secrets
@@ -34,17 +35,17 @@ from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
 from hookline.runs.jsonl_reader import read_jsonl_backwards
 from hookline.runs.lease import Lease
+from hookline.runs.location import create_run_folder, find_refused_entries
 from hookline.runs.manifest import (
     continue_manifest,
-    describe_part,
+    describe_attempt,
     new_manifest,
     read_run_manifest,
     utc_now,
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
-from hookline.runs.run_lookup import create_run_folder, find_refused_entries
+from hookline.runs.rewind import finish_rewind, plan_rewind
 
 log = logging.getLogger("hookline")
 
@@ -119,23 +120,20 @@ class Run:
             **fields: Further fields of the manifest: `device`, where the model is trained;
                 `training`, what the run consists of; `config_hash`, if the hash covers more than
                 the configuration; `name` and `tags`; `resumed_from`, the name of the checkpoint
-                that this part of the run begins from.
+                that this attempt begins from.
         """
         root = Path(check_path("Run.create(root)", root, "the folder for runs"))
         hooks = read_items("Run.create(hooks=…)", hooks, "a list of descriptions")
         root = root.absolute()  # the process may change its working folder
         try:
             path = create_run_folder(root)
-            lease: Lease | None = None
             try:
-                lease = Lease.acquire(path)
-                part = describe_part(config, seed, hooks, **fields)
-                manifest = new_manifest(path.name, part, parent)
-                write_run_manifest(path, manifest)
-                return cls(path, manifest, lease)
+                with _held_lease(path) as lease:
+                    attempt = describe_attempt(config, seed, hooks, **fields)
+                    manifest = new_manifest(path.name, attempt, parent)
+                    write_run_manifest(path, manifest)
+                    return cls(path, manifest, lease)
             except BaseException:
-                if lease is not None:
-                    lease.release()
                 shutil.rmtree(path, ignore_errors=True)
                 raise
         except OSError as error:
@@ -161,7 +159,7 @@ class Run:
         Args:
             path: The run's folder.
             resume: Continue it under the same id: its status is `training` again, and
-                `manifest["parts"]` gets a new part. Otherwise nothing is written.
+                `manifest["attempts"]` gets a new one. Otherwise nothing is written.
             position: Where to continue, as for `rewind`; None: at the end of the metrics log.
             config: The configuration from now on; None if it is the same.
             seed: The seed, if a configuration or hooks are given.
@@ -183,29 +181,22 @@ class Run:
                 f"The run {path} cannot be resumed: {'; '.join(refused)}. Nothing in a run's "
                 "folder may lead out of it."
             )
-        lease: Lease | None = None
         try:
-            lease = Lease.acquire(path)
-            for folder in (path, path / "checkpoints"):
-                remove_leftovers(folder)
-            part = describe_part(config, seed, hooks, **fields)
-            # Read again: another process may have written the run while this one waited.
-            manifest = continue_manifest(path, read_run_manifest(path), part)
-            if unfinished := _find_unfinished(manifest):
-                check_rewind(path, unfinished)  # before anything is written
-            write_run_manifest(path, manifest)
-            run = cls(path, manifest, lease)
-            cast(JsonlFile, run._events).drop_incomplete_line()
-            run._finish_rewind()
-            if position is not None:
-                run.rewind(position)
-        except BaseException as error:
-            if lease is not None:
-                lease.release()
-            if isinstance(error, OSError):
-                raise RunError(f"The run {path} cannot be resumed: {error}.") from error
-            raise
-        return run
+            with _held_lease(path) as lease:
+                for folder in (path, path / "checkpoints"):
+                    remove_leftovers(folder)
+                attempt = describe_attempt(config, seed, hooks, **fields)
+                # Read again: another process may have written the run while this one waited.
+                manifest = continue_manifest(path, read_run_manifest(path), attempt)
+                write_run_manifest(path, manifest)
+                run = cls(path, manifest, lease)
+                cast(JsonlFile, run._events).drop_incomplete_line()
+                run._finish_rewind()
+                if position is not None:
+                    run.rewind(position)
+                return run
+        except OSError as error:
+            raise RunError(f"The run {path} cannot be resumed: {error}.") from error
 
     @property
     def metrics_file(self) -> Path:
@@ -226,8 +217,8 @@ class Run:
         element: it is read when the buffer is written. Other kinds are converted at once.
         """
         metrics_log = self.metrics_log or self._writable_log()
-        given: Any = kind  # arrays have a != of their own
-        if type(given) is not str or given != "scalar":
+        chosen: Any = kind  # arrays have a != of their own
+        if type(chosen) is not str or chosen != "scalar":
             value, kind = self._convert(step, name, value, kind)
         elif type(value) is not float and type(value) is not LazyFloat:
             value = _freeze_scalar(value)
@@ -329,7 +320,7 @@ class Run:
 
     @property
     def problem(self) -> str | None:
-        """What is missing in the record of this process, in one line; None if it is complete."""
+        """Why the record of this process is not complete, in one line; None if it is."""
         self.flush()
         if self.is_folder_missing:
             return f"{self.path} was deleted or moved: {self.lost} records were lost"
@@ -383,9 +374,10 @@ class Run:
 
     def _finish_rewind(self) -> None:
         """Carry out the newest rewind of the manifest, if that was not done."""
-        if unfinished := _find_unfinished(self.manifest):
-            finish_rewind(self._writable_log().file, unfinished)
-            unfinished["finished"] = True
+        newest = next(reversed(self.manifest.get("rewinds", ())), None)
+        if newest is not None and not newest.get("finished"):
+            finish_rewind(self._writable_log().file, newest)
+            newest["finished"] = True
             write_run_manifest(self.path, self.manifest)
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
@@ -401,10 +393,10 @@ class Run:
         check_instance("close(…, error)", error, BaseException | str | None, expected)
         self.flush()
         ended = utc_now()
-        parts: list[dict[str, Any]] = [dict(part) for part in self.manifest["parts"]]
-        parts[-1].update(ended=ended, status=status, error=self._describe_error(error))
+        attempts = [dict(attempt) for attempt in self.manifest["attempts"]]
+        attempts[-1].update(ended=ended, status=status, error=self._describe_error(error))
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
-        self.update(status=status, ended=ended, last_error=text, parts=parts)
+        self.update(status=status, ended=ended, last_error=text, attempts=attempts)
         assert self._lease is not None
         _close_files(os.getpid(), self.metrics_log, self._events, self._lease)
         self._cleanup.detach()
@@ -455,7 +447,7 @@ class TrackerOnlyRun(Run):
     has_folder = False
 
     def __init__(self, run_id: str, parent: Mapping[str, Any] | None, **fields: Any) -> None:
-        super().__init__(Path(), new_manifest(run_id, describe_part(**fields), parent))
+        super().__init__(Path(), new_manifest(run_id, describe_attempt(**fields), parent))
         self.metrics_log = MetricsLog(cast(JsonlFile, _NoFile()))
         self._images: Path | None = None
 
@@ -509,10 +501,15 @@ class RemoteRun:
         """Record nothing: rank 0 does."""
 
 
-def _find_unfinished(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the newest rewind of a manifest, if it was not carried out."""
-    rewinds = manifest.get("rewinds")
-    return rewinds[-1] if rewinds and not rewinds[-1].get("finished") else None
+@contextmanager
+def _held_lease(path: Path) -> Generator[Lease, None, None]:
+    """Take the lease of a run, and release it only if the block fails."""
+    lease = Lease.acquire(path)
+    try:
+        yield lease
+    except BaseException:
+        lease.release()
+        raise
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:

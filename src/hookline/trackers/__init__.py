@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hookline.trackers.tracker import TrackedRun, TrackedValue, Tracker
+from hookline.trackers.protocol import TrackedRun, TrackedValue, Tracker
 
 __all__ = ["TrackedRun", "TrackedValue", "Tracker"]

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hookline.trackers.tracker import TrackedRun, TrackedValue, log_each
+from hookline.trackers.protocol import TrackedRun, TrackedValue, log_each
 
 _RUN_ID_TAG = "hookline.run_id"
 _STATUS = {"completed": "FINISHED", "stopped": "FINISHED", "error": "FAILED"}
@@ -54,7 +54,7 @@ class MLflowTracker:
         self._active = found
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
-        """Start a run of MLflow, continue the one of an earlier part, or use the active one."""
+        """Start a run of MLflow, continue the one of an earlier attempt, or use the active one."""
         from mlflow.tracking import MlflowClient
 
         uri = self._find_uri(run)
@@ -90,7 +90,7 @@ class MLflowTracker:
         return str(self._client.create_experiment(name, artifact_location=artifacts))
 
     def _find_run(self, run: TrackedRun, uri: str | None) -> Any:
-        """Return the program's own run, that of an earlier part, or a new one."""
+        """Return the program's own run, that of an earlier attempt, or a new one."""
         if self._active is not None:
             return self._client.get_run(self._active[0])
         experiment = self._find_experiment(run, uri)
@@ -102,7 +102,7 @@ class MLflowTracker:
         return found
 
     def _find_earlier_run(self, run: TrackedRun, experiment: str) -> Any:
-        """Return the run of an earlier part: by its id, or by its tag if that part crashed."""
+        """Return the run of an earlier attempt: by its id, or by its tag if that crashed."""
         from mlflow.exceptions import MlflowException
 
         with suppress(KeyError, MlflowException):
@@ -114,7 +114,7 @@ class MLflowTracker:
         return runs[0] if runs else None
 
     def _log_params(self, params: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        """Log parameters. MLflow refuses to change one, so those of an earlier part are kept."""
+        """Log parameters. MLflow refuses to change one, so earlier ones are kept."""
         from mlflow.entities import Param
 
         plain = _PlainNames().convert

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.arguments import user_path
-from hookline.trackers.tracker import TrackedRun, TrackedValue, log_each
+from hookline.trackers.protocol import TrackedRun, TrackedValue, log_each
 
 
 class TensorBoardTracker:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.trackers.tracker import RowTracker, TrackedRun, TrackedValue
+from hookline.trackers.protocol import RowTracker, TrackedRun, TrackedValue
 
 
 class TrackioTracker(RowTracker):
@@ -30,7 +30,7 @@ class TrackioTracker(RowTracker):
         self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
-        """Start a run of trackio, or continue the one of an earlier part."""
+        """Start a run of trackio, or continue the one of an earlier attempt."""
         import trackio
 
         facts = {key: run.manifest.get(key) for key in ("run_id", "git", "versions", "command")}

@@ -9,14 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hookline.trackers.tracker import RowTracker, TrackedRun, TrackedValue
+from hookline.trackers.protocol import RowTracker, TrackedRun, TrackedValue
 
 STEP_AXIS = "hookline_step"
 """The axis of all values. W&B drops values below the highest of its own steps."""
 
 _OWN_NAMES = (STEP_AXIS, "_step", "_timestamp", "_runtime", "_wandb")
 # Of the manifest, in its config.
-_LEFT_OUT = ("config", "packages", "training", "hooks", "parts", "sources", "parameter_names")
+_LEFT_OUT = ("config", "packages", "training", "hooks", "attempts", "sources", "parameter_names")
 
 
 class WandbTracker(RowTracker):
@@ -42,7 +42,7 @@ class WandbTracker(RowTracker):
         self._id = ""
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
-        """Start a run of W&B, continue the one of an earlier part, or use the active one."""
+        """Start a run of W&B, continue the one of an earlier attempt, or use the active one."""
         import wandb
 
         active, other = wandb.run, _find_tracker(wandb.run)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint
-from hookline.checkpoint.checkpoint_folder import Checkpoint, CheckpointShare, load_checkpoint
-from hookline.checkpoint.checkpoint_lookup import read_manifest
+from hookline.checkpoint.catalog import read_manifest
+from hookline.checkpoint.folder import Checkpoint, RankSelection, load_checkpoint
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import CheckpointError
@@ -33,9 +33,9 @@ from hookline.printable import message_lines
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
+from hookline.runs.location import find_run_of_checkpoint, shorten_path
 from hookline.runs.manifest import read_run_manifest
-from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
-from hookline.runs.unfinished_runs import check_crash_loop, find_unfinished_run
+from hookline.runs.restart import check_crash_loop, find_unfinished_run
 from hookline.tensors.sharded import is_sharded
 from hookline.trainer.checks import needs_metric
 from hookline.trainer.strategies import parameters_of
@@ -142,7 +142,7 @@ def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     strategy = trainer.strategy
     options: Any = {}
     if strategy.is_sharded and strategy.is_distributed:
-        options = {"share": _own_share(trainer)}
+        options = {"selection": _own_selection(trainer)}
     checkpoint: Checkpoint | None = None
     error: CheckpointError | None = None
     try:
@@ -160,7 +160,7 @@ def read_checkpoint(trainer: Trainer, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _own_share(trainer: Trainer) -> CheckpointShare:
+def _own_selection(trainer: Trainer) -> RankSelection:
     """Return which tensors of a checkpoint this process reads, and what of them."""
     processes, model = trainer.strategy.processes, trainer.model
     weights = {name: value for name, value in model.state_dict().items() if is_sharded(value)}
@@ -175,7 +175,7 @@ def _own_share(trainer: Trainer) -> CheckpointShare:
         found = _AVERAGE.fullmatch(name)
         return None if found is None else plain_names.get(found[1])
 
-    return CheckpointShare(processes.rank, processes.size, weights.get, find_state)
+    return RankSelection(processes.rank, processes.size, weights.get, find_state)
 
 
 def describe_settings(config: TrainerConfig, training: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hookline.dispatch import Summary
 from hookline.runs.identity import Identity, describe_training, list_parameters
-from hookline.runs.run_lookup import find_run_of_checkpoint, shorten_path
+from hookline.runs.location import find_run_of_checkpoint, shorten_path
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -95,7 +95,7 @@ def write_report(trainer: Trainer, say: Callable[[str], None]) -> None:
     """Write the run's report, unless a signal asks this process to end soon."""
     is_wanted = trainer.strategy.processes.is_main and trainer.stop_signal is None
     if is_wanted and trainer.run is not None and not trainer.loop.is_forked:
-        from hookline.report.report import write_report_at_end
+        from hookline.report.document import write_report_at_end
 
         made = write_report_at_end(trainer.run, trainer.status, wanted=trainer.config.report)
         if made is not None:

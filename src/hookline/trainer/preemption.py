@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.loop.control_requests import SaveRequest, split_requests
-from hookline.runs.run_lookup import shorten_path
+from hookline.runs.location import shorten_path
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer

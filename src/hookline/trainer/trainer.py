@@ -70,9 +70,9 @@ from hookline.loop.random_state import (
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
 from hookline.loop.state import SavedAttributes
+from hookline.runs.location import shorten_path
 from hookline.runs.run import Kind, RemoteRun
-from hookline.runs.run_lookup import shorten_path
-from hookline.trackers.tracker_set import make_tracker_set
+from hookline.trackers.group import make_tracker_set
 from hookline.trainer.checks import (
     check_functions,
     check_gradient,

@@ -73,7 +73,7 @@ class SavingHook(BuiltIn):
 
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
         with logged_failures(trainer):
-            self._retention.mark_saved(Path(checkpoint_path))
+            self._retention.add_saved(Path(checkpoint_path))
 
     def checkpoint_saved(self, path: str) -> None:
         """Do what `on_checkpoint_save` does; called while the hook is disabled."""

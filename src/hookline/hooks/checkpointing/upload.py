@@ -22,7 +22,7 @@ from hookline.checkpoint.atomic_files import (
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_lookup import read_manifest, read_pointers
+from hookline.checkpoint.catalog import read_manifest, read_pointers
 from hookline.checkpoint.remote import import_fsspec
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError

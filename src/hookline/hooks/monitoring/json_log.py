@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from hookline.arguments import user_path
-from hookline.checkpoint.checkpoint_manifest import is_count
+from hookline.checkpoint.catalog import is_count
 from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
 from hookline.hook import HookGroup

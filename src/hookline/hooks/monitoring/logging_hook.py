@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text
 from hookline.options import BuiltIn
-from hookline.runs.run_lookup import shorten_path
+from hookline.runs.location import shorten_path
 from hookline.tensors.module_classes import module_class
 
 log = logging.getLogger("hookline.training")

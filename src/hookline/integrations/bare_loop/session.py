@@ -463,8 +463,8 @@ class Session:
         loop, record = self.loop, self.loop.record
         if not record.is_wanted or not is_main_process():
             return
+        from hookline.runs.location import shorten_path
         from hookline.runs.run import Run
-        from hookline.runs.run_lookup import shorten_path
 
         self._describe()
         assert self._identity is not None
@@ -501,7 +501,7 @@ class Session:
 
     def _find_resumed_run(self, restored: Path) -> Path | None:
         """Return the folder of the run that the checkpoint belongs to."""
-        from hookline.runs.run_lookup import find_run_of_checkpoint
+        from hookline.runs.location import find_run_of_checkpoint
 
         run_id = (self._restored or (None, {}))[1].get("run_id")
         if isinstance(self._runs, str) and is_plain_name(run_id):
@@ -619,7 +619,7 @@ class Session:
         loop.close_record(error, self._stop.reason)
         self._watch.times = PhaseTimes()
         if self.run is not None:
-            from hookline.report.report import write_report_at_end
+            from hookline.report.document import write_report_at_end
 
             with AllowedInterrupts():
                 made = write_report_at_end(self.run, context.status, wanted=self._wants_report)

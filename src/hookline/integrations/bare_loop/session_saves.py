@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from hookline.checkpoint import Checkpoint, find_checkpoint
-from hookline.checkpoint.checkpoint_folder import load_checkpoint
+from hookline.checkpoint.folder import load_checkpoint
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
@@ -232,8 +232,8 @@ class SessionSaves:
     def _find_run(
         self, runs: Any, identity: Identity | None, others: Sequence[Identity]
     ) -> Path | None:
+        from hookline.runs.restart import find_unfinished_run
         from hookline.runs.run import Run
-        from hookline.runs.unfinished_runs import find_unfinished_run
 
         if isinstance(runs, Run):
             try:

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.checkpoint.checkpoint_lookup import find_checkpoint
+from hookline.checkpoint.catalog import find_checkpoint
 from hookline.errors import CheckpointError, RunError
-from hookline.printable import message_lines, printable
+from hookline.printable import message_lines
 from hookline.runs.checkpoint_reader import read_checkpoints
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonable import canonical_json
+from hookline.runs.location import find_refused_entries, list_run_folders
 from hookline.runs.manifest import inspect_run_manifest, read_run_manifest
-from hookline.runs.run_lookup import find_refused_entries, list_run_folders
-from hookline.runs.run_reader import OpenedRun
+from hookline.runs.reader import OpenedRun
 
 log = logging.getLogger("hookline")
 
@@ -137,7 +137,7 @@ def _list_differences(identity: Mapping[str, Any], manifest: Mapping[str, Any]) 
     lines += [f"{name} is {own!r} here, {other!r} there" for name, (own, other) in pairs.items()]
     if not lines and list(hooks[0]) != list(hooks[1]):
         lines = ["the hooks are in another order"]
-    return [printable(line, 200) for line in lines]
+    return [line[:200] for line in lines]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -163,8 +163,8 @@ def _describe_nearest(run: OpenedRun, differences: list[str]) -> str:
 def _is_unfinished(run: OpenedRun) -> bool:
     status = run.status
     if status == "training":
-        parts = run.manifest.get("parts") or [{}]
-        return is_process_alive(parts[-1]) is not True  # None: the process ran on another machine
+        attempts = run.manifest.get("attempts") or [{}]
+        return is_process_alive(attempts[-1]) is not True  # None: it ran on another machine
     if status == "stopped":  # by a time limit, so that the next job can continue
         ends = run.events("end")
         return bool(ends) and "time limit" in str(ends[-1].get("reason"))
@@ -181,8 +181,8 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
     addresses, and came after the same step. Call it for checkpoints that were chosen automatically:
     somebody who names a checkpoint may have repaired the cause.
     """
-    last_two = read_run_manifest(run_folder).get("parts", [])[-2:]
-    failures = [_describe_failure(part, checkpoint.name) for part in last_two]
+    last_two = read_run_manifest(run_folder).get("attempts", [])[-2:]
+    failures = [_describe_failure(attempt, checkpoint.name) for attempt in last_two]
     if len(failures) < 2 or failures[0] is None or failures[0] != failures[1]:
         return
     error = last_two[-1]["error"]
@@ -190,18 +190,18 @@ def check_crash_loop(run_folder: Path, checkpoint: Path) -> None:
     raise RunError(
         message_lines(
             f"The run {run_folder} failed twice in the same way after the checkpoint {checkpoint}, "
-            f"in or after step {error.get('step')}: {printable(failure, 2000)}",
+            f"in or after step {error.get('step')}: {failure[:2000]}",
             *_describe_choices(checkpoint),
         )
     )
 
 
-def _describe_failure(part: Mapping[str, Any], checkpoint: str) -> tuple[Any, ...] | None:
-    """Return what identifies the failure of a part whose newest checkpoint was this one."""
-    error = part.get("error")
-    if error is None or part.get("status") != "error":
+def _describe_failure(attempt: Mapping[str, Any], checkpoint: str) -> tuple[Any, ...] | None:
+    """Return what identifies the failure of an attempt whose newest checkpoint was this one."""
+    error = attempt.get("error")
+    if error is None or attempt.get("status") != "error":
         return None
-    if error.get("checkpoint", part.get("resumed_from")) != checkpoint:
+    if error.get("checkpoint", attempt.get("resumed_from")) != checkpoint:
         return None
     message = _VARYING.sub("#", str(error.get("message")))
     return error.get("type"), message, error.get("step")

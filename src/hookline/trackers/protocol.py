@@ -40,7 +40,7 @@ class TrackedRun:
     """The configuration and `hparams`, flat: `optimizer.lr`."""
 
     saved: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What `start` returned in an earlier part of the run, if it is resumed."""
+    """The ids that `start` returned in an earlier attempt, if the run is resumed."""
 
 
 @runtime_checkable

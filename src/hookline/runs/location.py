@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from hookline.arguments import check_path, user_path
-from hookline.checkpoint.atomic_files import sync
-from hookline.checkpoint.checkpoint_lookup import read_manifest
+from hookline.checkpoint.atomic_files import create_folder, sync
+from hookline.checkpoint.catalog import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
 from hookline.files.regular_files import describe_kind
 from hookline.runs.manifest import inspect_run_manifest, is_run_manifest, new_run_id
@@ -30,10 +30,7 @@ _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{6}")
 
 def create_run_folder(root: Path) -> Path:
     """Create a folder with a new run's id, durably, and if needed the folder of all runs."""
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    root.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
+    create_folder(root)
     while True:
         path = root / new_run_id()
         with suppress(FileExistsError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from html import escape
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -12,24 +13,21 @@ from typing import Any
 
 from hookline.arguments import check_instance, listed_strings
 from hookline.errors import RunError
-from hookline.files.regular_files import describe_kind
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
 from hookline.runs.jsonl_reader import JsonlReader, find_metric_problem, read_jsonl_backwards
 from hookline.runs.lease import is_silent
+from hookline.runs.location import find_refused_entries, find_refused_folder, find_run
 from hookline.runs.manifest import inspect_run_manifest, last_write_time, parse_time
 from hookline.runs.metric_values import (
     COLUMNS,
     MetricSummary,
     Row,
-    parse_rows,
     read_rows,
     summarize_metrics,
 )
 from hookline.runs.rewind import REPEATED
-from hookline.runs.run_lookup import find_refused_entries, find_refused_folder, find_run
-from hookline.runs.series_index import MIN_BYTES, SeriesIndex
 
 
 def open_run(path: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs") -> OpenedRun:
@@ -80,23 +78,23 @@ class OpenedRun:
 
     @property
     def damage(self) -> list[str]:
-        """What is damaged or missing, one line each. Reads all files."""
+        """Damaged or missing files and lines, one line each. Reads all files."""
         return self.results_and_damage()[1]
 
     @property
     def seconds(self) -> float | None:
-        """How long all parts have trained together; None if unknown."""
+        """How long all attempts have trained together; None if unknown."""
         manifest = self.manifest
         status = _status(self.path, manifest)
-        parts = manifest.get("parts") or []
+        attempts = manifest.get("attempts") or []
         total = 0.0
-        for part in parts:
-            started, ended = parse_time(part.get("started")), parse_time(part.get("ended"))
-            if ended is None and part is parts[-1]:
+        for attempt in attempts:
+            started, ended = parse_time(attempt.get("started")), parse_time(attempt.get("ended"))
+            if ended is None and attempt is attempts[-1]:
                 ended = time.time() if status == "training" else last_write_time(self.path)
             if started is not None and ended is not None:
                 total += max(0.0, ended - started)
-        return total if parts else None
+        return total if attempts else None
 
     def metrics(self, *names: str, kind: str | None = None, repeated: bool = False) -> list[Row]:
         """Return the metrics: dicts with `step`, `epoch`, `time`, `name`, `kind` and `value`.
@@ -112,25 +110,9 @@ class OpenedRun:
         check_instance("metrics(kind=…)", kind, str | None, "a kind of value")
         files = [*([REPEATED] if repeated else []), "metrics.jsonl"]
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
-        rows = chain.from_iterable(self._read_rows(self.path / file, patterns) for file in files)
+        readers = [JsonlReader(self.path / file, growing=True) for file in files]
+        rows = chain.from_iterable(read_rows(reader, patterns) for reader in readers)
         return [row for row in rows if kind is None or row["kind"] == kind]
-
-    def _read_rows(self, file: Path, patterns: list[str]) -> Iterable[Row]:
-        """Yield the rows of a metrics log, of a long one with the help of its index."""
-        reader = JsonlReader(file, growing=True)
-        size = file.stat().st_size if describe_kind(file) is None and file.is_file() else 0
-        is_series = len(patterns) == 1 and not set(patterns[0]) & set("*?[")
-        if size < MIN_BYTES or not is_series or file.name == REPEATED or self.status == "training":
-            return read_rows(reader, patterns)
-        index = SeriesIndex(file, size)
-        lines = index.read_lines(patterns[0])
-        if lines is not None:
-            return [row for row in parse_rows(reader, lines) if row["name"] == patterns[0]]
-        found: list[int] = []
-        rows = list(read_rows(reader, patterns, found))
-        if not reader.damage:  # else the log is not what it was when it was written
-            index.add(patterns[0], found)
-        return rows
 
     def frame(self, *names: str, kind: str | None = None, repeated: bool = False) -> Any:
         """Return what `metrics` returns as a pandas frame."""
@@ -163,7 +145,7 @@ class OpenedRun:
 
     def results_and_damage(self) -> tuple[dict[str, MetricSummary], list[str]]:
         """Return `results()` and `damage`, reading each file once."""
-        damage, growing = inspect_run_manifest(self.path)[1], self.status == "training"
+        growing = self.status == "training"
         metrics = JsonlReader(self.path / "metrics.jsonl", growing=growing)
         others = [JsonlReader(self.path / "events.jsonl", growing=growing)]
         if os.path.lexists(self.path / REPEATED):
@@ -172,10 +154,15 @@ class OpenedRun:
         for reader in others:
             for _ in reader:
                 pass  # its damage is known when everything has been read
-        damage += [line for reader in (metrics, *others) for line in reader.damage]
+        return results, self.collect_damage([metrics, *others])
+
+    def collect_damage(self, readers: Iterable[JsonlReader]) -> list[str]:
+        """Return what is damaged in files that were read, the manifest and the checkpoints."""
+        damage = inspect_run_manifest(self.path)[1]
+        damage += [line for reader in readers for line in reader.damage]
         damage += self._read_checkpoints()[1]
         known = "\n".join(damage)
-        return results, damage + [x for x in find_refused_entries(self.path) if x not in known]
+        return damage + [x for x in find_refused_entries(self.path) if x not in known]
 
     def overview(self) -> dict[str, Any]:
         """Return the main facts of the run. It reads only the ends of files: fast for long runs.
@@ -193,7 +180,7 @@ class OpenedRun:
             "status": _status(self.path, manifest),
             "started": manifest.get("started"),
             "seconds": self.seconds,
-            "parts": len(manifest.get("parts") or []),
+            "attempts": len(manifest.get("attempts") or []),
             "steps": step,
             "loss": loss,
             "config_hash": manifest.get("config_hash"),
@@ -217,22 +204,18 @@ class OpenedRun:
         return format_run_line(self.overview())
 
     def __str__(self) -> str:
-        return self._format(html=False)
+        results, damage = self.results_and_damage()
+        return format_run(self.overview(), self.manifest, results, self.checkpoints(), damage)
 
     def _repr_html_(self) -> str:
-        return self._format(html=True)
-
-    def _format(self, *, html: bool) -> str:
-        results, damage = self.results_and_damage()
-        parts = (self.overview(), self.manifest, results, self.checkpoints(), damage)
-        return format_run(*parts, html=html)
+        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _status(folder: Path, manifest: Mapping[str, Any]) -> str:
     status = str(manifest.get("status") or "unknown")
-    parts = manifest.get("parts")
-    if status == "training" and parts:
-        is_alive = is_process_alive(parts[-1])
+    attempts = manifest.get("attempts")
+    if status == "training" and attempts:
+        is_alive = is_process_alive(attempts[-1])
         if is_alive is False or (is_alive is None and is_silent(folder)):
             return "lost"
     return status

@@ -11,27 +11,29 @@ import logging
 import os
 import re
 import shutil
-from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hookline.checkpoint.atomic_files import hash_file, hash_stream, sync, write_atomic
-from hookline.checkpoint.checkpoint_lookup import is_checkpoint
-from hookline.checkpoint.checkpoint_manifest import InvalidCheckpointError, read_json
+from hookline.checkpoint.atomic_files import hash_file, sync, write_atomic
+from hookline.checkpoint.catalog import (
+    InvalidCheckpointError,
+    check_files,
+    check_hashes,
+    is_checkpoint,
+    read_json,
+)
 from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file
-from hookline.printable import printable
 
 log = logging.getLogger("hookline")
 
 HOOKS_FOLDER = "hookline"
-"""The folder within a host's checkpoint that has the state of the hooks."""
+"""The folder within another library's checkpoint that has the state of the hooks."""
 
 _COMPLETION_FILE = "hookline_complete.json"
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 
 
-def mark_complete(folder: Path) -> None:
+def write_completion_file(folder: Path) -> None:
     """Flush the files of a checkpoint to the disk, and write the completion file."""
     files: dict[str, Any] = {}
     folders: list[Path] = []
@@ -49,46 +51,38 @@ def mark_complete(folder: Path) -> None:
     sync(folder.parent)
 
 
-def unmark(folder: Path, name: str = HOOKS_FOLDER) -> None:
-    """Remove what `mark_complete` and the hooks have written: the host saves this one again."""
+def remove_completion_file(folder: Path, name: str = HOOKS_FOLDER) -> None:
+    """Remove also what the hooks have written: the library saves this checkpoint again."""
     (folder / _COMPLETION_FILE).unlink(missing_ok=True)
     if is_checkpoint(folder / name):
         shutil.rmtree(folder / name)
 
 
 def describe_incomplete(folder: Path, *, verify: bool = True) -> str | None:
-    """Return what is missing or damaged in a host's checkpoint; None if it is complete."""
+    """Return what is missing or damaged in a checkpoint; None if it is complete."""
     try:
         facts = read_json(folder / _COMPLETION_FILE, file_limits.manifest_bytes)
+        files = {name: {"size": one["size"], "xxh3_64": one["xxh3"]} for name, one in _items(facts)}
+        check_files(folder, {"files": files})
+        if verify:
+            check_hashes(folder, {"files": files})
     except InvalidCheckpointError as error:
         return str(error)
-    files = facts.get("files") if isinstance(facts, dict) else None
-    if not isinstance(files, dict) or facts.get("version") != 1:
+    except (LookupError, TypeError, AttributeError):
         return f"{_COMPLETION_FILE} is not valid"
-    for name, expected in files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts or not isinstance(expected, dict):
-            return f"{_COMPLETION_FILE} is not valid"
-        if (problem := _describe_file(folder / name, expected, verify=verify)) is not None:
-            return f"{printable(name)} {problem}"
     return None
 
 
-def _describe_file(path: Path, expected: dict[str, Any], *, verify: bool) -> str | None:
-    try:
-        with open_regular_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != expected.get("size"):
-                return f"has {size} bytes instead of {printable(expected.get('size'), 20)}"
-            if verify and hash_stream(cast(BufferedIOBase, file)) != expected.get("xxh3"):
-                return "is damaged: its hash is another"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error}"
-    return None
+def _items(facts: Any) -> list[tuple[str, Any]]:
+    """Return the files of a completion file; raise LookupError if one is not in the folder."""
+    items = list(facts["files"].items())
+    names = [Path(name) for name, _ in items]
+    if facts["version"] != 1 or any(name.is_absolute() or ".." in name.parts for name in names):
+        raise LookupError
+    return items
 
 
-def find_host_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
+def find_transformers_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
     """Return the newest complete `checkpoint-<step>` of Hugging Face in a folder, or None."""
     found: dict[int, Path] = {}
     for path in folder.iterdir():
@@ -102,7 +96,7 @@ def find_host_checkpoint(folder: Path, *, verify: bool = True) -> Path | None:
         log.warning("The checkpoint %s is skipped: %s.", found[step], problem)
     if found and not any((path / _COMPLETION_FILE).exists() for path in found.values()):
         log.warning(
-            "No checkpoint in %s is marked as complete: were they saved without Hookline? Check "
+            "No checkpoint in %s has a completion file: were they saved without Hookline? Check "
             "the newest one, %s, and resume from it by name.",
             folder,
             found[max(found)].name,

@@ -26,7 +26,7 @@ from hookline.masking import mask_known_values
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import VERSION, InvalidValue, MetricRecord
 from hookline.runs.jsonl_reader import find_metric_problem, is_finite_number, read_jsonl_backwards
-from hookline.trackers.tracker import RefusedValues, TrackedRun, TrackedValue, Tracker
+from hookline.trackers.protocol import RefusedValues, TrackedRun, TrackedValue, Tracker
 
 log = logging.getLogger("hookline")
 
@@ -215,7 +215,7 @@ class _LoggedPosition:
         self.value = self._read()
 
     def advance(self, position: int) -> None:
-        """Note that the tool was given everything up to a position."""
+        """Note that the tool got everything up to a position."""
         self.value = position
         now = time.monotonic()
         self._unsaved.append((now, position))
@@ -275,12 +275,9 @@ def _to_tracked_value(record: MetricRecord, folder: Path | None) -> TrackedValue
     elif kind == "image":
         value = (folder or Path()) / str(record[5]["path"])
     name = name if type(name) is str else str(to_jsonable(name))
-    return TrackedValue(_to_int(step), to_jsonable(name) or "_", kind, value, seconds)
-
-
-def _to_int(step: Any) -> int:
-    """Return a step as the tools can store it: an integer of 64 bits."""
-    return max(-_MAX_STEP, min(_MAX_STEP, step)) if type(step) is int else 0
+    # The tools store integers of 64 bits.
+    step = max(-_MAX_STEP, min(_MAX_STEP, step)) if type(step) is int else 0
+    return TrackedValue(step, to_jsonable(name) or "_", kind, value, seconds)
 
 
 def _read_range(file: Path, start: int, end: int) -> Iterator[tuple[list[MetricRecord], int]]:

@@ -14,20 +14,18 @@ from typing import Any
 from hookline.arguments import check_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import RunError
-from hookline.printable import printable
-from hookline.report.facts import collect_facts
+from hookline.report.facts import collect_facts, shorten
 from hookline.report.page import make_page, read_plotly
-from hookline.report.page_data import MAX_PAGE_BYTES, encode_run, fit_page, share_buckets
+from hookline.report.page_data import encode_run, share_buckets
 from hookline.report.run_data import RunData, read_run
-from hookline.runs.diff import describe_sections
+from hookline.runs.diff import describe_results, describe_sections
 from hookline.runs.formatting import format_number
-from hookline.runs.run_reader import OpenedRun, open_run
+from hookline.runs.reader import OpenedRun, open_run
 
 log = logging.getLogger("hookline")
 
 _MAX_RUNS = 12
 _MAX_ROWS = 300  # of a section of differences
-_FRAME_BYTES = 100_000  # the page's own script and style
 
 
 class Report:
@@ -94,15 +92,13 @@ def make_report(
         label = _label(facts, [run["label"] for run in shown])
         shown.append(encode_run(one, facts, label, media))
     encoded = {"runs": shown, "differences": differences}
-    fit_page(encoded, MAX_PAGE_BYTES - len(plotly.encode()) - _FRAME_BYTES)
-    page = make_page(encoded, plotly)
-    return Report(page, {"runs": found, "differences": differences})
+    return Report(make_page(encoded, plotly), {"runs": found, "differences": differences})
 
 
 def _label(facts: Mapping[str, Any], taken: list[str]) -> str:
     """Return what a run is called in the page: its name, with more if that is taken."""
-    name = printable(facts["name"] or facts["id"], 200)
-    more = (f"{name} ({printable(facts[key], 300)})" for key in ("id", "path"))
+    name = shorten(facts["name"] or facts["id"], 200)
+    more = (f"{name} ({shorten(facts[key], 300)})" for key in ("id", "path"))
     labels = chain([name], more, (f"{name} ({i})" for i in count(2)))
     return next(label for label in labels if label not in taken)
 
@@ -111,7 +107,8 @@ def _compare_runs(runs: Sequence[RunData]) -> dict[str, list[list[str]]]:
     """Return the rows that differ, by section: a name, and the value of each run."""
     described = [describe_sections(run.manifest) for run in runs]
     for sections, run in zip(described, runs, strict=True):
-        sections["results"] = _results(run)
+        summaries = {name: series.summary(name) for name, series in run.series.items()}
+        sections["results"] = describe_results(run.overview, summaries)
     return {
         section: rows
         for section in described[0]
@@ -123,7 +120,7 @@ def _differences(sides: list[dict[str, Any]]) -> list[list[str]]:
     names = dict.fromkeys(name for side in sides for name in side)
     found = {name: [side.get(name) for side in sides] for name in names}
     rows = [
-        [printable(name, 200), *map(_shown, values)]
+        [shorten(name, 200), *map(_shown, values)]
         for name, values in found.items()
         if len(set(map(repr, values))) > 1
     ]
@@ -133,17 +130,7 @@ def _differences(sides: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _shown(value: Any) -> str:
-    return "–" if value is None else printable(format_number(value), 300)
-
-
-def _results(run: RunData) -> dict[str, Any]:
-    results: dict[str, Any] = {"steps": run.overview["steps"], "status": run.overview["status"]}
-    for name, series in run.series.items():
-        if name.startswith(("train/", "val/")):
-            summary = series.summary(name)
-            results[f"{name} (last)"] = summary.last
-            results[f"{name} (best)"] = summary.best
-    return results
+    return "–" if value is None else shorten(format_number(value), 300)
 
 
 def write_report_at_end(run: Any, status: str, *, wanted: bool = True) -> Path | None:

@@ -1,4 +1,4 @@
-"""The trackers of a loop: started with its run, given its record, and ended with it."""
+"""The trackers of a loop: started with its run, fed with its record, and ended with it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hookline.masking import mask_secrets
 from hookline.runs.diff import flatten
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.run import Run
-from hookline.trackers.tracker import TrackedRun, Tracker
-from hookline.trackers.tracker_names import make_trackers
-from hookline.trackers.tracker_thread import TrackerThread, read_from_step
+from hookline.trackers.names import make_trackers
+from hookline.trackers.protocol import TrackedRun, Tracker
+from hookline.trackers.worker import TrackerThread, read_from_step
 
 log = logging.getLogger("hookline")
 
@@ -27,13 +27,13 @@ _LOOK_SECONDS = 0.1  # how often the end looks for a signal
 _MAX_REPEATED = 100_000
 
 
-def make_tracker_set(given: Any) -> TrackerSet | None:
+def make_tracker_set(trackers: Any) -> TrackerSet | None:
     """Return the trackers of a loop; None if there are none, which costs nothing."""
-    if isinstance(given, TrackerSet):
-        return given
-    if given is None or (type(given) in (list, tuple) and not given):
+    if isinstance(trackers, TrackerSet):
+        return trackers
+    if trackers is None or (type(trackers) in (list, tuple) and not trackers):
         return None
-    return TrackerSet(given)
+    return TrackerSet(trackers)
 
 
 class TrackerSet:
@@ -41,12 +41,12 @@ class TrackerSet:
 
     def __init__(
         self,
-        given: Any,
+        trackers: Any,
         *,
         max_values: int = _MAX_VALUES,
         end_seconds: float = _END_SECONDS,
     ) -> None:
-        self._trackers = make_trackers(given)
+        self._trackers = make_trackers(trackers)
         self._max_values, self._end_seconds = max_values, end_seconds
         self._threads: list[TrackerThread] = []
         self._run: Run | None = None
@@ -67,11 +67,12 @@ class TrackerSet:
             manifest=dict(manifest),
             hyperparameters=flatten(config),
         )
-        saved = manifest.get("trackers", {})
+        found = manifest.get("trackers", {})
+        saved = {n: found[n] if isinstance(found.get(n), dict) else {} for n in self._trackers}
         for name, tracker in self._trackers.items():
             _prepare(name, tracker)
         self._threads = [
-            TrackerThread(name, tracker, _with_ids(tracked, saved.get(name)), self._max_values)
+            TrackerThread(name, tracker, replace(tracked, saved=saved[name]), self._max_values)
             for name, tracker in self._trackers.items()
         ]
         self._unwritten = [*self._threads]
@@ -199,7 +200,3 @@ def _prepare(name: str, tracker: Tracker) -> None:
             prepare()
         except Exception:
             log.exception("The tracker '%s' could not be prepared. Training continues.", name)
-
-
-def _with_ids(run: TrackedRun, saved: Any) -> TrackedRun:
-    return replace(run, saved=saved) if isinstance(saved, dict) else run

@@ -7,7 +7,7 @@ step_000120/
   state.safetensors   the state's tensors
   state.json          everything else of the state
   model-1.safetensors, state-1.safetensors, …
-                      of sharded training: the parts of tensors that rank 1, … has
+                      of sharded training: the shards of rank 1, …
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ import torch
 from torch import Tensor
 
 from hookline.arguments import user_path
-from hookline.checkpoint.checkpoint_lookup import damage_error, read_manifest
-from hookline.checkpoint.checkpoint_manifest import part_names
-from hookline.checkpoint.checkpoint_writer import CheckpointWriter, SaveResult
+from hookline.checkpoint.catalog import (
+    InvalidCheckpointError,
+    damage_error,
+    read_json,
+    read_manifest,
+    shard_files,
+)
 from hookline.checkpoint.state_tree import (
     Decoder,
     SnapshotBuffers,
@@ -34,10 +38,9 @@ from hookline.checkpoint.state_tree import (
     encode_state,
 )
 from hookline.checkpoint.tensor_files import read_tensors
+from hookline.checkpoint.writer import CheckpointWriter, SaveResult
 from hookline.errors import CheckpointError
 from hookline.files.limits import file_limits
-from hookline.files.regular_files import read_regular_file
-from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
 
 
 @dataclass
@@ -96,15 +99,15 @@ def duplicate_checkpoint(path: Path, folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class CheckpointShare:
-    """The part of a checkpoint that one of several processes verifies and reads.
+class RankSelection:
+    """Which files and tensors of a checkpoint one of several processes verifies and reads.
 
     Attributes:
         rank: The rank of this process.
         size: The number of processes: all of them have to read the checkpoint, and load it only if
             none of them has failed.
         find_weight: Returns the sharded tensor that a weight is loaded into, by name: of such a
-            weight, only this rank's part is read, as a `DTensor`.
+            weight, only this rank's shard is read, as a `DTensor`.
         find_state: The same for a tensor of the state; its name is its path in the state, such as
             `['optimizers'][0]['state'][3]['exp_avg']`.
     """
@@ -115,11 +118,11 @@ class CheckpointShare:
     find_state: Callable[[str], Tensor | None]
 
 
-_ALONE = CheckpointShare(0, 1, lambda _: None, lambda _: None)
+_EVERYTHING = RankSelection(0, 1, lambda _: None, lambda _: None)
 
 
 def load_checkpoint(
-    path: Path, *, device: torch.device | str = "cpu", share: CheckpointShare = _ALONE
+    path: Path, *, device: torch.device | str = "cpu", selection: RankSelection = _EVERYTHING
 ) -> Checkpoint:
     """Read a checkpoint after verifying the sizes and hashes of all its files.
 
@@ -127,22 +130,21 @@ def load_checkpoint(
         path: The checkpoint's folder; `find_checkpoint` finds it from a run's folder.
         device: Where the weights go. The state's tensors stay on the CPU: random states have to,
             and optimizers move theirs to their parameters' devices.
-        share: What this process verifies and reads, if several processes do it together.
+        selection: What this process verifies and reads, if several processes do it together.
     """
     path = user_path(path)
-    manifest = read_manifest(path, verify_files=True, share=(share.rank, share.size))
+    manifest = read_manifest(path, verify_files=True, ranks=(selection.rank, selection.size))
     name = "model.safetensors"
     try:
-        parts = [path / part for part in part_names(manifest, "model")]
+        shards = [path / file for file in shard_files(manifest, "model")]
         model: OrderedDict[str, Any] = OrderedDict(
-            read_tensors(path / name, torch.device(device), parts, share.find_weight)
+            read_tensors(path / name, torch.device(device), shards, selection.find_weight)
         )
         name = "state.safetensors"
-        parts = [path / part for part in part_names(manifest, "state")]
-        tensors = read_tensors(path / name, torch.device("cpu"), parts, share.find_state)
+        shards = [path / file for file in shard_files(manifest, "state")]
+        tensors = read_tensors(path / name, torch.device("cpu"), shards, selection.find_state)
         name = "state.json"
-        data = read_regular_file(path / name, file_limits.state_bytes)
-        tree = parse_json(data, MAX_STATE_DEPTH)
+        tree = read_json(path / name, file_limits.state_bytes)
         decoder = Decoder(tensors)
         state = _expect_mapping(decoder.decode(tree["state"]), "state")
         model.update(_expect_mapping(decoder.decode(tree["model"]), "model"))
@@ -152,6 +154,8 @@ def load_checkpoint(
         return Checkpoint(path, decode(manifest["info"], {}), model, state)
     except CheckpointError:
         raise
+    except InvalidCheckpointError as error:
+        raise error.in_checkpoint(path) from error
     except Exception as error:  # a file with the right hash may still have the wrong content
         problem = f"cannot be read: {type(error).__name__}: {error}"
         raise damage_error(path, name, problem) from error

@@ -32,8 +32,13 @@ from hookline.checkpoint.atomic_files import (
     sync,
     temporary_folder,
 )
-from hookline.checkpoint.checkpoint_lookup import scan_checkpoints, set_pointer
-from hookline.checkpoint.checkpoint_manifest import FORMAT, FORMAT_VERSION, hash_manifest
+from hookline.checkpoint.catalog import (
+    FORMAT,
+    FORMAT_VERSION,
+    hash_manifest,
+    scan_checkpoints,
+    set_pointer,
+)
 from hookline.checkpoint.state_tree import decode
 from hookline.errors import CheckpointError
 
@@ -41,7 +46,7 @@ log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 25
 _LONGEST_PAUSE = 0.1  # seconds; a slow disk does not need pauses
-_NOTE = "part.json"  # of a rank other than 0
+_NOTE = "shard.json"  # of a rank other than 0
 _ABANDONED = "abandoned"
 _LONGEST_WAIT = 600.0  # seconds, for the other ranks
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -131,6 +136,7 @@ class CheckpointWriter:
         self._begin = begin
         self._synced = synced
         self._shared = shared
+        self._path: Path | None = None  # of the checkpoint that was written last
 
     def use_files_of(self, path: Path, files: Mapping[str, Any]) -> None:
         """Write links to the files of a complete checkpoint, or copies, with these hashes."""
@@ -139,43 +145,36 @@ class CheckpointWriter:
 
     def write(self, folder: Path, *, move_last: bool) -> SaveResult:
         """Write a checkpoint that is durable afterwards; errors are part of the result."""
-        path: Path | None = None
+        self._path = None
         error: CheckpointError | None = None
         replaced = False
-        temporary: Path | None = None
-        requested, folder = folder, _visible(folder)
         try:
-            for file in self._synced:
-                if file.exists() or folder.is_relative_to(file.parent):
-                    sync(file)  # fails if a run was deleted: its folder is not created again
-            create_folder(folder.parent)
-            remove_leftovers(folder.parent)
-            self._write_tree()
-            self._check_space(folder.parent)
-            with temporary_folder(folder.parent, folder.name) as temporary:
-                self._write_files(temporary / folder.name)
-                path = move_to_free_name(temporary / folder.name, folder)
-            sync(folder.parent)
-            self._linkable = path
-            if move_last:
-                set_pointer(folder.parent, "last", path)
+            self._write(_visible(folder), move_last)
         except _AbandonedError:
             replaced = True
-        except CheckpointError as failure:  # from `set_pointer`
-            error = CheckpointError(f"The checkpoint {path} is complete, but: {failure}")
-            error.__cause__ = failure
         except Exception as failure:
-            error = CheckpointError(_describe_failure(failure, folder, path, temporary))
+            error = CheckpointError(_describe_failure(failure, folder, self._path))
             error.__cause__ = failure
         seconds = perf_counter() - self._begin
-        return SaveResult(requested, path, decode(self._info, {}), error, replaced, seconds)
+        return SaveResult(folder, self._path, decode(self._info, {}), error, replaced, seconds)
 
-    def _write_tree(self) -> None:
-        """Convert the tree to text, here and not while training waits for the save."""
-        if self._tree is not None:
+    def _write(self, folder: Path, move_last: bool) -> None:
+        for file in self._synced:
+            if file.exists() or folder.is_relative_to(file.parent):
+                sync(file)  # fails if a run was deleted: its folder is not created again
+        create_folder(folder.parent)
+        remove_leftovers(folder.parent)
+        if self._tree is not None:  # converted here, and not while training waits for the save
             text = json.dumps(self._tree, allow_nan=False).encode()
-            self._files["state.json"] = memoryview(text)
-            self._tree = None
+            self._files["state.json"], self._tree = memoryview(text), None
+        self._check_space(folder.parent)
+        with temporary_folder(folder.parent, folder.name) as temporary:
+            self._write_files(temporary / folder.name)
+            self._path = move_to_free_name(temporary / folder.name, folder)
+        sync(folder.parent)
+        self._linkable = self._path
+        if move_last:
+            set_pointer(folder.parent, "last", self._path)
 
     def _check_space(self, folder: Path) -> None:
         needed = 0 if self._linkable else sum(len(data) for data in self._files.values())
@@ -191,35 +190,38 @@ class CheckpointWriter:
         for name, data in self._files.items():
             if not self._link(folder / name):
                 self._hashes[name] = self._write_file(folder / name, data)
-        if self._others:  # of another folder
+        if self._others and self._linkable is not None:  # of another folder
             for name in self._others:
                 if not self._link(folder / name):
-                    self._copy_linkable(folder / name)
+                    shutil.copyfile(self._linkable / name, folder / name)
+                    sync(folder / name)
         elif self._shared is not None:
-            self._take_parts(folder, self._shared)
+            self._take_shards(folder, self._shared)
         files = {
             name: {"size": len(data), "xxh3_64": self._hashes[name]}
             for name, data in self._files.items()
         }
         files |= self._others
-        manifest = _encode_manifest(files, self._info, _next_number(folder.parent.parent))
+        others = scan_checkpoints(folder.parent.parent).complete.values()
+        number = 1 + max((other.get("number", 0) for other in others), default=0)
+        manifest = _encode_manifest(files, self._info, number)
         self._write_file(folder / "manifest.json", memoryview(manifest))
         sync(folder)
 
-    def _take_parts(self, folder: Path, shared: SharedSave) -> None:
+    def _take_shards(self, folder: Path, shared: SharedSave) -> None:
         """Move the files of the other ranks into the folder, once these have written them."""
         for rank in range(1, shared.size):
-            part = self._wait_for_part(folder.parent.parent, shared.folder_name(rank), rank)
-            note = json.loads((part / _NOTE).read_bytes())
+            theirs = self._wait_for_note(folder.parent.parent, shared.folder_name(rank), rank)
+            note = json.loads((theirs / _NOTE).read_bytes())
             if note.get("error") == _ABANDONED:
                 raise _AbandonedError
             if "error" in note:
                 raise OSError(note["error"])
             for name, facts in note["files"].items():
-                (part / name).rename(folder / name)
+                (theirs / name).rename(folder / name)
                 self._others[name] = facts
 
-    def _wait_for_part(self, parent: Path, name: str, rank: int) -> Path:
+    def _wait_for_note(self, parent: Path, name: str, rank: int) -> Path:
         end = monotonic() + _LONGEST_WAIT
         while monotonic() < end:
             if self.is_abandoned:
@@ -227,12 +229,7 @@ class CheckpointWriter:
             for note in parent.glob(f"{TEMPORARY}{name}-*.hookline/{_NOTE}"):
                 return note.parent
             sleep(0.02)
-        raise OSError(f"rank {rank} has not written its part within {_LONGEST_WAIT:.0f} s")
-
-    def _copy_linkable(self, file: Path) -> None:
-        assert self._linkable is not None
-        shutil.copyfile(self._linkable / file.name, file)
-        sync(file)
+        raise OSError(f"rank {rank} has not written its shards within {_LONGEST_WAIT:.0f} s")
 
     def _link(self, file: Path) -> bool:
         if self._linkable is None:
@@ -264,42 +261,32 @@ class CheckpointWriter:
         return digest.hexdigest()
 
 
-class PartWriter(CheckpointWriter):
+class ShardWriter(CheckpointWriter):
     """Writes the files of a rank other than 0 for the checkpoint `requested`."""
 
     requested: Path
     _folder: Path | None = None
     _lock: Any = None
 
-    def write(self, folder: Path, *, move_last: bool) -> SaveResult:
+    def _write(self, folder: Path, move_last: bool) -> None:
         """Write this rank's files for the checkpoint in a folder; rank 0 makes it complete."""
         assert self._shared is not None
-        error: CheckpointError | None = None
-        replaced = False
+        create_folder(folder.parent)
+        name = self._shared.folder_name(self._shared.rank)
+        self._folder, self._lock = create_locked_folder(folder.parent, name)
+        note: dict[str, Any] = {"files": {}}
         try:
-            create_folder(folder.parent)
-            name = self._shared.folder_name(self._shared.rank)
-            self._folder, self._lock = create_locked_folder(folder.parent, name)
-            note = self._write_part(self._folder, self._shared.rank)
-            replaced = note.get("error") == _ABANDONED
-            self._write_file(self._folder / f".{_NOTE}", memoryview(json.dumps(note).encode()))
-            (self._folder / f".{_NOTE}").rename(self._folder / _NOTE)
-        except Exception as failure:
-            error = CheckpointError(_describe_failure(failure, folder, None, self._folder))
-            error.__cause__ = failure
-        seconds = perf_counter() - self._begin
-        return SaveResult(folder, None, decode(self._info, {}), error, replaced, seconds)
-
-    def _write_part(self, folder: Path, rank: int) -> dict[str, Any]:
-        files: dict[str, Any] = {}
-        try:
-            for name, data in self._files.items():
-                files[name] = {"size": len(data), "xxh3_64": self._write_file(folder / name, data)}
+            for file, data in self._files.items():
+                digest = self._write_file(self._folder / file, data)
+                note["files"][file] = {"size": len(data), "xxh3_64": digest}
         except _AbandonedError:
-            return {"error": _ABANDONED}
+            note = {"error": _ABANDONED}
         except OSError as failure:
-            return {"error": f"rank {rank}: {failure}"}
-        return {"files": files}
+            note = {"error": f"rank {self._shared.rank}: {failure}"}
+        self._write_file(self._folder / f".{_NOTE}", memoryview(json.dumps(note).encode()))
+        (self._folder / f".{_NOTE}").rename(self._folder / _NOTE)
+        if note.get("error") == _ABANDONED:
+            raise _AbandonedError
 
     def close(self) -> None:
         """Remove the temporary folder, once rank 0 has finished."""
@@ -322,12 +309,6 @@ def _encode_manifest(files: Mapping[str, Any], info: Any, number: int) -> bytes:
     return (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
 
 
-def _next_number(folder: Path) -> int:
-    """Return one more than the highest number of the complete checkpoints in a folder."""
-    numbers = (m.get("number", 0) for m in scan_checkpoints(folder).complete.values())
-    return 1 + max(numbers, default=0)
-
-
 def _visible(folder: Path) -> Path:
     """Return a folder that is not taken for an unfinished checkpoint or for a pointer."""
     name = folder.name
@@ -341,10 +322,8 @@ def _visible(folder: Path) -> Path:
     return folder.with_name(f"_{name}")
 
 
-def _describe_failure(
-    error: Exception, folder: Path, path: Path | None, temporary: Path | None
-) -> str:
-    """Return the message for a checkpoint that could not be written."""
+def _describe_failure(error: Exception, folder: Path, path: Path | None) -> str:
+    """Return the message for a checkpoint that could not be written, or not all around it."""
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     file = getattr(error, "filename", None)
     text += f" ({file})" if file else ""
@@ -352,26 +331,10 @@ def _describe_failure(
     advice = _ADVICE.get(code or 0, "Check that the folder is writable and the disk is not full.")
     if path is not None:
         return (
-            f"The checkpoint {path} is complete, but syncing its folder failed: {text}. It may be "
-            f"lost if the machine fails. {advice}"
+            f"The checkpoint {path} is complete, but syncing its folder or writing 'last' failed: "
+            f"{text}. It may be lost if the machine fails. {advice}"
         )
-    left = "No partial files were left."
-    if not _is_absent(temporary):
-        left = f"Partial files are left in {temporary}; the next save there removes them."
-    return f"The checkpoint {folder} could not be written: {text}. {left} {advice}"
-
-
-def _is_absent(path: Path | None) -> bool:
-    """Return whether it is known that there is no such path."""
-    if path is None:
-        return True
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:
-        pass
-    return False
+    return f"The checkpoint {folder} could not be written: {text}. {advice}"
 
 
 def _megabytes(size: int) -> str:

@@ -1,6 +1,7 @@
-"""Sampling: a long series in a bounded number of buckets, each with its mean, minimum and maximum.
+"""Series of a report: sampled in a bounded number of buckets, and grouped by layers.
 
-A bucket has the same number of values as every other one of its series. When there are too many
+A bucket has the mean, minimum and maximum of its values. It has as many values as every
+other one of its series. When there are too many
 buckets, neighbours are merged in pairs, so no extreme is ever lost, and memory is bounded.
 """
 
@@ -8,13 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hookline.runs.metric_values import MetricSummary, Scalar, is_better_when_low
+from hookline.runs.metric_values import MetricSummary, Scalar
 
 _MAX_NOT_FINITE = 100  # steps that are kept
+_OTHER_GROUPS = frozenset(
+    ("train", "val", "eval", "lr", "momentum", "weight_decay", "time", "system", "profile", "ranks")
+)
+VANISHING, EXPLODING = 1e-7, 1e3  # norms, as GradientMonitor warns of them
+VANISHING_SHARE, EXPLODING_SHARE = 1e-4, 1e4  # of the median layer, as gradient_flow marks them
+
+Layers = dict[str, str]  # the series of each layer
 
 
 class SampledSeries:
@@ -45,7 +54,7 @@ class SampledSeries:
 
     def add(self, rows: Sequence[Scalar], limit: int) -> None:
         """Add values in the order of the log, and merge buckets if there are more than `limit`."""
-        values = [float(row[3]) for row in rows]
+        values = [float(row[4]) for row in rows]
         self.total += len(values)
         self.last, self.last_step = values[-1], _number(rows[-1][0])
         if not math.isfinite(sum(values)):
@@ -68,7 +77,7 @@ class SampledSeries:
             self.lowest, self.lowest_step = low, _number(rows[start + values.index(low)][0])
         if high > self.highest:
             self.highest, self.highest_step = high, _number(rows[start + values.index(high)][0])
-        step, seconds = _number(rows[end - 1][0]), _number(rows[end - 1][1])
+        step, seconds = _number(rows[end - 1][0]), _number(rows[end - 1][2])
         if is_open:
             self.steps[-1], self.times[-1] = step, seconds
             self.sums[-1] += sum(values)
@@ -126,11 +135,7 @@ class SampledSeries:
         if self.lowest <= self.highest:
             summary.lowest, summary.lowest_step = self.lowest, _whole(self.lowest_step)
             summary.highest, summary.highest_step = self.highest, _whole(self.highest_step)
-            is_low_better = is_better_when_low(name)
-            if is_low_better is not None:
-                side = "lowest" if is_low_better else "highest"
-                summary.best = getattr(summary, side)
-                summary.best_step = getattr(summary, f"{side}_step")
+            summary.choose_best(name)
         return summary
 
 
@@ -146,3 +151,73 @@ def _whole(step: float) -> float | int | None:
     if not math.isfinite(step):
         return None
     return int(step) if step == int(step) else step
+
+
+# -- layers: `<group>/<layer>/<measure>`, such as `gradients/blocks.0.fc.weight/norm` -------------
+
+
+def group_layers(names: Iterable[str]) -> dict[str, dict[str, Layers]]:
+    """Return the series of several layers, by group, measure and layer, in their order."""
+    groups: dict[str, dict[str, Layers]] = {}
+    for name in names:
+        group, *middle = name.split("/")
+        if group in _OTHER_GROUPS:
+            continue
+        if group == "grad_norm" and middle:  # `grad_norm/<layer>`
+            middle.append("norm")
+        if len(middle) >= 2 and middle[0] != "total":  # that of all layers together
+            layer, measure = "/".join(middle[:-1]), middle[-1]
+            groups.setdefault(group, {}).setdefault(measure, {})[layer] = name
+    several = {
+        group: {measure: layers for measure, layers in measures.items() if len(layers) > 1}
+        for group, measures in groups.items()
+    }
+    return {group: measures for group, measures in several.items() if measures}
+
+
+def order_layers(layers: Layers, parameter_names: Sequence[str]) -> tuple[Layers, str]:
+    """Return the series of layers in the model's order and `model`, if the order is known.
+
+    Otherwise return them as they are, in the order of their first values, and `record`.
+    """
+    places: dict[str, int] = {}  # of parameters, and of the modules that have them
+    for i, name in enumerate(map(str, parameter_names)):
+        for end in (j for j, letter in enumerate(f"{name}.") if letter == "."):
+            places.setdefault(name[:end], i)
+    if not layers.keys() <= places.keys():
+        return layers, "record"
+    return {name: layers[name] for name in sorted(layers, key=places.__getitem__)}, "model"
+
+
+def find_gradient_norms(groups: Mapping[str, Mapping[str, Layers]]) -> tuple[str, Layers] | None:
+    """Return the group with the norms of gradients, and their series; None if there is none."""
+    for group in ("gradients", "grad_norm"):
+        if "norm" in groups.get(group, {}):
+            return group, groups[group]["norm"]
+    return None
+
+
+def find_bad_gradients(
+    layers: Layers, series: Mapping[str, SampledSeries]
+) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Return layers whose gradients vanish, explode, or are not finite: two norms, and a step.
+
+    A layer's norm is the median of the last quarter of its finite values. It vanishes below 1e-7,
+    or below 1e-4 of the median layer; it explodes above 1e3, or above 1e4 of the median layer. The
+    step is the first one with a value that is not finite.
+    """
+    norms: dict[str, float] = {}
+    for layer, name in layers.items():
+        if means := series[name].means:
+            norms[layer] = statistics.median(means[-max(1, len(means) // 4) :])
+    typical = statistics.median(norms.values()) if norms else 0.0
+    low = max(VANISHING, VANISHING_SHARE * typical)
+    high = min(EXPLODING, EXPLODING_SHARE * typical) if typical else EXPLODING
+    vanishing = {layer: norm for layer, norm in norms.items() if norm < low}
+    exploding = {layer: norm for layer, norm in norms.items() if norm > high}
+    first_steps = {
+        layer: series[name].not_finite_steps[0]
+        for layer, name in layers.items()
+        if series[name].not_finite
+    }
+    return vanishing, exploding, first_steps

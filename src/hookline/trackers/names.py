@@ -16,7 +16,7 @@ from typing import Any
 from hookline.arguments import check_mapping, describe_value, read_items
 from hookline.config.hook_names import load_class
 from hookline.errors import ArgumentError, ConfigError, nearest
-from hookline.trackers.tracker import Tracker
+from hookline.trackers.protocol import Tracker
 
 BUILT_IN_TRACKERS: Mapping[str, str] = {
     "tensorboard": "hookline.trackers.tensorboard.TensorBoardTracker",
@@ -27,17 +27,17 @@ BUILT_IN_TRACKERS: Mapping[str, str] = {
 """Hookline's own trackers. The name is that of the package, and of the extra."""
 
 
-def make_trackers(given: Any) -> dict[str, Tracker]:
+def make_trackers(trackers: Any) -> dict[str, Tracker]:
     """Return trackers by name, from names, objects, or mappings with `name` and options."""
-    if isinstance(given, str | Mapping) or hasattr(type(given), "start"):
-        given = [given]
-    trackers: dict[str, Tracker] = {}
-    for item in read_items("trackers", given, "a list of trackers"):
+    if isinstance(trackers, str | Mapping) or hasattr(type(trackers), "start"):
+        trackers = [trackers]
+    by_name: dict[str, Tracker] = {}
+    for item in read_items("trackers", trackers, "a list of trackers"):
         name, tracker = _make_tracker(item)
-        if name in trackers:
+        if name in by_name:
             raise ConfigError(f"trackers has '{name}' twice. Give each tracker once.")
-        trackers[name] = tracker
-    return trackers
+        by_name[name] = tracker
+    return by_name
 
 
 def _make_tracker(item: Any) -> tuple[str, Tracker]:
