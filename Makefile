@@ -40,8 +40,9 @@ package: $(INSTALLED) ## build the wheel, check it, and run the README's example
 	rm -rf dist .venv-package
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -m twine check --strict dist/*
-	$(PYTHON) -m venv .venv-package
-	.venv-package/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(BIN)/python -m venv --without-pip .venv-package
+	$(BIN)/python -m pip --python .venv-package/bin/python install --quiet --no-deps dist/*.whl
+	$(BIN)/python tools/link_dependencies.py .venv-package
 	.venv-package/bin/python tools/readme_example.py
 	rm -rf .venv-package
 
