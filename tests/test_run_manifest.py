@@ -28,6 +28,11 @@ from hookline.runs.environment import installed_packages, read_git_state
 from hookline.runs.jsonable import canonical_json, config_hash
 
 
+@pytest.fixture(autouse=True)
+def _read_git_once() -> None:
+    """Ask git each time, unlike in other files."""
+
+
 def git(folder: Path, *words: str) -> str:
     options = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main")
     done = subprocess.run(
