@@ -17,10 +17,10 @@ install: $(INSTALLED) ## create .venv (other targets do so when needed)
 demo: $(DEMO_INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
 
-test: $(INSTALLED) ## run the whole test suite, on all cores
-	$(BIN)/python -m pytest -n logical --maxprocesses 4
+test: $(INSTALLED) ## run the test suite, on all cores
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
-soak: $(INSTALLED) ## kill and resume a training 200 times, then five times as many random cases
+soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cases, and what make test leaves out
 	$(BIN)/python tests/kill_and_resume.py --kills 200
 	folder=$$(mktemp -d) && $(BIN)/python tests/interrupted_sessions.py 300 $$folder; \
 		failed=$$?; rm -r $$folder; exit $$failed

@@ -24,12 +24,12 @@ def is_left_to_soak(item: Any) -> bool:
 
 def _case_number(item: Any) -> int:
     """Return the number of a case; in a product, the sum of the numbers."""
-    number = 0
+    numbers = dict(item.callspec.indices)
     for mark in item.iter_markers("parametrize"):
-        names = mark.args[0]
-        first = names.split(",")[0].strip() if isinstance(names, str) else names[0]
-        number += item.callspec.indices[first]
-    return number
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        for name in names[1:]:  # they have the number of the first one
+            del numbers[name.strip()]
+    return sum(numbers.values())
 
 
 def is_random(item: Any) -> bool:

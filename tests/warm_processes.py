@@ -32,7 +32,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 
@@ -251,9 +251,10 @@ def _fork_python(python: list[str], cwd: str, environment: Any, out: str, err: s
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         elif kind == "-c":
-            exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), main.__dict__)
         else:
-            runpy.run_path(kind, run_name="__main__")
+            runpy.run_path(str(Path(kind).absolute()), run_name="__main__")
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
