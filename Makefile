@@ -17,10 +17,10 @@ install: $(INSTALLED) ## create .venv (other targets do so when needed)
 demo: $(DEMO_INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
 
-test: $(INSTALLED) ## run the whole test suite, on all cores
-	$(BIN)/python -m pytest -n logical --maxprocesses 4
+test: $(INSTALLED) ## run the test suite, on all cores
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
-soak: $(INSTALLED) ## kill and resume a training 200 times, then five times as many random cases
+soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cases, and what make test leaves out
 	$(BIN)/python tests/kill_and_resume.py --kills 200
 	folder=$$(mktemp -d) && $(BIN)/python tests/interrupted_sessions.py 300 $$folder; \
 		failed=$$?; rm -r $$folder; exit $$failed
@@ -40,8 +40,9 @@ package: $(INSTALLED) ## build the wheel, check it, and run the README's example
 	rm -rf dist .venv-package
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -m twine check --strict dist/*
-	$(PYTHON) -m venv .venv-package
-	.venv-package/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	$(BIN)/python -m venv --without-pip .venv-package
+	$(BIN)/python -m pip --python .venv-package/bin/python install --quiet --no-deps dist/*.whl
+	$(BIN)/python tools/link_dependencies.py .venv-package
 	.venv-package/bin/python tools/readme_example.py
 	rm -rf .venv-package
 

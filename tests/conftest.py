@@ -5,18 +5,25 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from depth import is_left_to_soak, scale_cases
 from hostile_checkpoints import make_template
 from hypothesis import settings
 from packages import install_package
 from promise_suites import PROMISE_SUITES
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from hookline.runs import environment
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Tests compare the records of runs, also of other processes: on a slow machine some would take long
 # enough for samples of the system.
@@ -26,6 +33,7 @@ os.environ.setdefault("HOOKLINE_REPORT", "0")
 
 # A case may take as long as the machine needs for it. `make test` tries the same cases each time:
 # it fails for what a change broke. `make soak` looks for new cases.
+SHARE_OF_CASES = 0.4
 settings.register_profile("hookline", deadline=None, derandomize=True)
 settings.load_profile("hookline")
 
@@ -66,6 +74,31 @@ def _restore_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _keep_old_objects_out_of_collections() -> None:
+    """Freeze what earlier files have imported: many tests ask for a collection, 0.5 s each."""
+    gc.collect()
+    gc.freeze()
+
+
+_read_state = environment._read_state
+
+
+@cache
+def _read_own_state() -> dict[str, Any]:
+    return _read_state(ROOT, time.monotonic() + 60)
+
+
+@pytest.fixture(autouse=True)
+def _read_git_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask git for the state of this repository once: each of thousands of runs would."""
+
+    def read_state(folder: Path, deadline: float) -> dict[str, Any]:
+        return dict(_read_own_state()) if folder == ROOT else _read_state(folder, deadline)
+
+    monkeypatch.setattr(environment, "_read_state", read_state)
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an installed package that provides hooks, `acme-hooks`."""
@@ -78,12 +111,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_template(tmp_path_factory.mktemp("template"))
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is imported by now out of later collections: many tests ask for one, 0.5 s each."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark the tests of the suites that hold the promises."""
     if item.path.name in PROMISE_SUITES:
@@ -91,14 +118,20 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `gpu` where there are not enough devices: a skip would fail in CI."""
+    """Leave out tests that need more devices than there are, and what `make soak` runs.
+
+    They are deselected: a skip would fail in CI.
+    """
     devices = torch.cuda.device_count()
+    is_soak = config.pluginmanager.hasplugin("soak")
 
-    def needed(item: pytest.Item) -> int:
+    def is_left_out(item: pytest.Item) -> bool:
         mark = item.get_closest_marker("gpu")
-        return 0 if mark is None else mark.kwargs.get("devices", 1)
+        needed = 0 if mark is None else mark.kwargs.get("devices", 1)
+        return needed > devices or (not is_soak and is_left_to_soak(item))
 
-    left_out = [item for item in items if needed(item) > devices]
-    if left_out:
+    if left_out := [item for item in items if is_left_out(item)]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if needed(item) <= devices]
+        items[:] = [item for item in items if not is_left_out(item)]
+    if not is_soak:
+        scale_cases(items, SHARE_OF_CASES)

@@ -14,21 +14,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from hosts import count_ranks, shard, use_fsdp_on_cpu
+from rank_checks import run_ranks
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from warm_processes import run_warm
 
 import hookline
 
@@ -336,12 +338,13 @@ def continue_runs(folder: Path, *names: str) -> None:
 
 def start(folder: Path, *names: str, **variables: str) -> None:
     """Train in processes of their own."""
-    launch = [sys.executable]
-    if names[0] in LOOPS_OF_RANKS:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    call = [*launch, str(Path(__file__).with_name("old_runs_training.py")), str(folder), *names]
-    subprocess.run(call, check=True, env=os.environ | variables, timeout=300)
+    script = Path(__file__).with_name("old_runs_training.py")
+    with mock.patch.dict(os.environ, variables):
+        if names[0] in LOOPS_OF_RANKS:
+            run_ranks(script, folder, *names)
+            return
+        done = run_warm([str(script), str(folder), *names], environment=os.environ, seconds=300)
+    assert done.returncode == 0, done.stderr
 
 
 def write(folder: Path) -> None:

@@ -6,11 +6,13 @@ import faulthandler
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from warm_processes import run_warm_together
 
 HERE = Path(__file__).parent
 
@@ -27,14 +29,37 @@ def start_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> A
 
 
 def run_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> str:
-    """Run a script of this folder under torchrun; return what its ranks printed."""
-    process = start_ranks(script, *arguments, ranks=ranks)
-    try:
-        output, errors = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors[-6000:]
-    return str(output)
+    """Run a script of this folder in several processes; return what they printed.
+
+    The processes have the variables and the store that torchrun would give them, and have imported
+    torch already. Where the end of a process matters to the others, use `start_ranks`.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        environments = [
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_RUN_ID": "none",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_MAX_RESTARTS": "0",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_ERROR_FILE": str(Path(folder, f"error-{rank}.json")),
+            }
+            for rank in range(ranks)
+        ]
+        command = [str(HERE / script), *map(str, arguments)]
+        done = run_warm_together(command, environments, seconds=300)
+    assert not any(each.returncode for each in done), "".join(each.stderr[-3000:] for each in done)
+    return "".join(each.stdout for each in done)
 
 
 def check_in_all_ranks(*checks: Callable[[], None], backend: str = "gloo") -> None:

@@ -1,8 +1,9 @@
-"""A pytest plugin that runs only the tests of hypothesis, with five times as many cases.
+"""A pytest plugin that runs what `make test` leaves out, and many more cases of hypothesis.
 
     pytest -p soak tests
 
-The cases are new ones each time; the number that each test ran is printed at the end.
+The tests marked `soak` run, and those of hypothesis, with new cases each time; the number of cases
+that each test ran is printed at the end.
 """
 
 from __future__ import annotations
@@ -12,20 +13,19 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from depth import is_left_to_soak, is_random, scale_cases
 
 _FACTOR = 5
 _cases: Counter[str] = Counter()
 
 
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Keep the tests that hypothesis gives arguments, with more cases."""
-    items[:] = [item for item in items if hasattr(getattr(item, "obj", None), "hypothesis")]
-    for test in {item.function: item for item in items}.values():
-        own = test.obj._hypothesis_internal_use_settings
-        test.obj._hypothesis_internal_use_settings = settings(
-            own, max_examples=_FACTOR * own.max_examples, derandomize=False, database=None
-        )
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    """Keep the tests that hypothesis gives arguments, with more cases, and those marked `soak`."""
+    left_out = [item for item in items if not is_random(item) and not is_left_to_soak(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if is_random(item) or is_left_to_soak(item)]
+    for test in scale_cases(items, _FACTOR, derandomize=False, database=None):
         handle = test.obj.hypothesis
         handle.inner_test = _count(test.nodeid.partition("[")[0], handle.inner_test)
 

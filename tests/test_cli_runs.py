@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from commands import ENVIRONMENT, HOOKLINE, run_hookline
+from warm_processes import run_warm
 
 from hookline.runs import Run, diff_runs, open_run
 
@@ -272,12 +273,10 @@ def test_the_code_of_runs_without_git_is_compared_by_its_source_files(tmp_path: 
     layers = "import torch\nclass Net(torch.nn.Linear): pass\n"
 
     def train(*program: str) -> str:
-        command = [sys.executable, *program]
         environment = ENVIRONMENT | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
         environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, "."])}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        )
+        done = run_warm(program, cwd=tmp_path, environment=environment)
+        assert done.returncode == 0, done.stderr
         return done.stdout.split()[-1]
 
     (tmp_path / "layers.py").write_text(layers)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_training import train
+from rank_checks import run_ranks
 from torch import nn
 
 import hookline
@@ -22,9 +23,9 @@ SCRIPT = Path(__file__).with_name("distributed_training.py")
 ORDER_OF_SUMS = 1e-5  # sums of floats in another order differ in the last bits, training adds up
 
 
-def start(*arguments: str, script: Path = SCRIPT, options: tuple[str, ...] = ()) -> Any:
+def start(script: Path) -> Any:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command = [*launch, "--standalone", *options, str(script), *arguments]
+    command = [*launch, "--standalone", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, env=environment, **pipes)
@@ -32,9 +33,7 @@ def start(*arguments: str, script: Path = SCRIPT, options: tuple[str, ...] = ())
 
 def run(folder: Path, *names: str) -> list[dict[str, Any]]:
     """Return what each rank wrote, by function."""
-    process = start(str(folder), *names)
-    output, _ = process.communicate()  # after some minutes, the script shows where it is and ends
-    assert process.returncode == 0, output
+    run_ranks(SCRIPT, folder, *names)
     functions = [name.partition(":")[0] for name in names]
     return [
         {name: json.loads((folder / f"{name}-{rank}.json").read_text()) for name in functions}
@@ -209,7 +208,7 @@ def write_script(tmp_path: Path, *, fails: bool, epochs: int) -> Path:
 
 
 def test_an_exception_in_one_rank_ends_all(tmp_path: Path) -> None:
-    process = start(script=write_script(tmp_path, fails=True, epochs=1))
+    process = start(write_script(tmp_path, fails=True, epochs=1))
     output, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     cause = output[output.index("Root Cause") :]
@@ -219,7 +218,7 @@ def test_an_exception_in_one_rank_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_the_agent_preempts_all_ranks_with_one_checkpoint(tmp_path: Path) -> None:
-    process = start(script=write_script(tmp_path, fails=False, epochs=100_000))
+    process = start(write_script(tmp_path, fails=False, epochs=100_000))
     while "ready" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)

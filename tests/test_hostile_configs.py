@@ -611,6 +611,7 @@ def override_of_trust(stranger: Stranger) -> list[str]:
     return [*stranger.config(), "trust=['*']"]
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_file_is_answered_with_one_message(tmp_path: Path, name: str) -> None:
     stranger = Stranger(tmp_path)

@@ -183,6 +183,7 @@ def read_all(place: Place, folder: Path) -> str:
 # -- reading --------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak(every=5)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_run_is_named_and_breaks_no_other(name: str, place: Place) -> None:
     attack, expected = ATTACKS[name]
@@ -236,6 +237,7 @@ def test_a_manifest_that_is_damaged_is_named_in_the_list(place: Place) -> None:
 # -- resuming -------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak(every=5)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_run_is_resumed_or_refused_and_nothing_outside_is_written(
     name: str, place: Place, monkeypatch: pytest.MonkeyPatch

@@ -220,6 +220,7 @@ COMMANDS: dict[str, Callable[[Folder], list[Any]]] = {
 }
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_names_in_files_are_printed_clean(folder: Folder, command: str) -> None:
     text = hook_line(*COMMANDS[command](folder), cwd=folder.root)
@@ -227,6 +228,7 @@ def test_names_in_files_are_printed_clean(folder: Folder, command: str) -> None:
     assert_clean(text)
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("command", ["runs show", "runs diff", "checkpoints show"])
 def test_names_are_clean_and_markup_is_literal_on_a_terminal(
     folder: Folder, command: str, monkeypatch: pytest.MonkeyPatch
@@ -240,6 +242,7 @@ def test_names_are_clean_and_markup_is_literal_on_a_terminal(
         assert folder.name in text
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("command", ["runs", "runs show", "runs diff", "checkpoints list"])
 def test_json_is_clean_and_has_the_values(folder: Folder, command: str) -> None:
     text = hook_line(*COMMANDS[command](folder), "--json", cwd=folder.root)
@@ -288,6 +291,7 @@ ARGUMENTS: dict[str, Callable[[str], list[Any]]] = {
 }
 
 
+@pytest.mark.soak(every=4)
 @pytest.mark.parametrize("place", ARGUMENTS)
 @pytest.mark.parametrize("key", MIXED)
 def test_arguments_in_messages_are_clean(key: str, place: str, tmp_path: Path) -> None:
@@ -327,6 +331,7 @@ def test_config_files_in_messages_are_clean(key: str, tmp_path: Path) -> None:
         assert_clean(hook_line("check", "train.json", "--json", cwd=tmp_path), lines=False)
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("options", [[], ["--debug"]])
 @pytest.mark.parametrize("key", MIXED)
 def test_exceptions_of_programs_are_clean(key: str, options: list[str], tmp_path: Path) -> None:
@@ -392,6 +397,7 @@ def errors(name: str) -> Iterator[Callable[[], object]]:
     yield lambda: hookline.probe(nn.Linear(1, 1), [f"x{name}"]).__enter__()
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("i", range(len(list(errors("x")))))
 @pytest.mark.parametrize("key", MIXED)
 def test_errors_are_clean(key: str, i: int) -> None:

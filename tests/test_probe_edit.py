@@ -480,7 +480,7 @@ def test_an_edit_in_a_trainer_acts_and_is_listed_in_the_manifest(tmp_path: Any) 
 @pytest.mark.parametrize(
     ("backend", "case"),
     [
-        ("inductor", "add with a coefficient"),
+        pytest.param("inductor", "add with a coefficient", marks=pytest.mark.soak),
         ("aot_eager", "scale the last column"),
         ("aot_eager", "replace by a function"),
         ("aot_eager", "patch at rows, from all"),

@@ -124,6 +124,7 @@ class Loop:
 PLACES = {"output": {}, "input": {"where": "input"}, "tap": {"modules": None, "taps": "end"}}
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_several_edits_at_one_place_act_in_the_order_of_the_hooks(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from distributed_training import loaders
-from test_ranks import finish, read_lines, results, start
+from rank_checks import run_ranks
+from test_ranks import read_lines, results
 from torch import nn
 
 import hookline
@@ -44,7 +45,7 @@ def test_variables_that_torchrun_would_not_set(
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("two")
-    finish(start(str(SCRIPT), str(folder), *NAMES))
+    run_ranks(SCRIPT, folder, *NAMES)
     return results(folder, *NAMES), folder
 
 

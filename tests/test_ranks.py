@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from distributed_training import describe, loaders, make
+from rank_checks import run_ranks
 
 from hookline import ModelCheckpoint
 
@@ -38,9 +39,9 @@ def finish(process: Any, *, fails: bool = False) -> str:
     return output
 
 
-def run(folder: Path, *names: str, options: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def run(folder: Path, *names: str) -> list[dict[str, Any]]:
     """Return what each rank wrote, by function."""
-    finish(start(str(SCRIPT), str(folder), *names, options=options))
+    run_ranks(SCRIPT, folder, *names)
     return results(folder, *names)
 
 
@@ -146,8 +147,8 @@ def test_a_checkpoint_of_two_processes_continues_in_one(two, step: int, caplog) 
 
 
 def test_a_rank_that_is_killed_does_not_change_the_result(two, tmp_path: Path) -> None:
-    ranks = run(tmp_path, "die", options=("--max-restarts", "1"))
-    for whole, died in zip(two[0], ranks, strict=True):
+    finish(start(str(SCRIPT), str(tmp_path), "die", options=("--max-restarts", "1")))
+    for whole, died in zip(two[0], results(tmp_path, "die"), strict=True):
         assert died["die"]["restarts"] == "1"
         assert died["die"]["weights"] == whole["whole"]["weights"]
         assert died["die"]["steps"] == whole["whole"]["steps"] == 30

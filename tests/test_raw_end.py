@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from hosts import EPOCHS, LOOPS
 from loops import batches, make
 from torch.nn import functional as F
 from torch.utils.data import Dataset
+from warm_processes import run_warm
 
 import hookline
 
@@ -168,10 +168,8 @@ for batch in DataLoader(Kill(), num_workers={workers}):
 def test_sigterm_to_all_processes_ends_a_script_without_a_block_as_preempted(tmp_path, workers):
     tests = str(Path(__file__).parent)
     script = SCRIPT.format(tests=tests, folder=str(tmp_path), workers=workers)
-    done = subprocess.run(
-        [sys.executable, "-c", script], start_new_session=True, capture_output=True, check=False
-    )
-    assert done.returncode == 143, done.stderr.decode()
+    done = run_warm(["-c", script], environment=os.environ)
+    assert done.returncode == 143, done.stderr
     assert read_run(tmp_path)[0]["status"] == "preempted"
 
 

@@ -386,13 +386,14 @@ def test_without_with_training_starts_at_the_first_thing_seen_and_detach_ends_it
     assert hook.told == ["on_train_start", "on_step_end", "on_train_end"]
 
 
-def test_ten_thousand_rounds_of_attaching_leave_no_trace():
+@pytest.mark.parametrize("times", [1000, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_thousands_of_rounds_of_attaching_leave_no_trace(times):
     model, optimizer = make()
     before = snapshot(model)
     sessions = []
-    for i in range(10_000):
+    for i in range(times):
         session = hookline.attach(model, optimizer, hooks=[recorder("on_after_forward")])
-        if i % 1000 == 0:
+        if i % 100 == 0:
             sessions.append(weakref.ref(session))
         session.detach()
     del session

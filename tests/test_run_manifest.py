@@ -21,11 +21,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loops import batches, make
 from torch.nn import functional as F
+from warm_processes import run_warm
 
 import hookline
 from hookline.runs import Run, open_run
 from hookline.runs.environment import installed_packages, read_git_state
 from hookline.runs.jsonable import canonical_json, config_hash
+
+
+@pytest.fixture(autouse=True)
+def _read_git_once() -> None:
+    """Ask git each time, unlike in other files."""
 
 
 def git(folder: Path, *words: str) -> str:
@@ -172,14 +178,8 @@ def test_the_commit_is_that_of_the_program_and_else_of_the_working_folder(
     (tmp_path / "loose.py").write_text(WRITES)
 
     def said(*command: str | Path, cwd: Path) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, *map(str, command), str(tmp_path / "runs")],
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.split()
+        words = [*map(str, command), str(tmp_path / "runs")]
+        return run_warm(words, cwd=cwd, environment=os.environ).stdout.split()
 
     assert said(repository / "train.py", cwd=tmp_path) == [commit, str(repository)]
     assert said(tmp_path / "loose.py", cwd=repository) == [commit, str(repository)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_checks import run_ranks
 from safetensors.torch import load_file
 from sharded_training import checkpoint_of, resume, train
 
@@ -62,9 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     """What one process has, what each of two ranks has, and the folder."""
     folder = tmp_path_factory.mktemp("sharded")
     one = train(folder / "one", accumulate=2)  # a step has as many batches as with two ranks
-    process = start(folder, "all")
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    run_ranks(SCRIPT, folder, "all")
     ranks = [torch.load(folder / f"results-{rank}.pt") for rank in (0, 1)]
     return one, ranks, folder
 
@@ -148,9 +147,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_valid_ones_and_the_job_re
         assert status == "preempted", output
         assert len(complete) > 1  # with that of the signal
         assert not list((run / "checkpoints").glob(".*"))
-    process = start(tmp_path, "save_slowly")
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
+    output = run_ranks(SCRIPT, tmp_path, "save_slowly")
     assert {f"end {rank} completed 40" for rank in (0, 1)} <= set(output.splitlines())
     assert not list((run / "checkpoints").glob(".*"))  # what the killed processes left
     assert [path.name for path in (tmp_path / "save_slowly").iterdir()] == [run.name]

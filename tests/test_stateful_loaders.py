@@ -34,6 +34,7 @@ class Stream8(IterableDataset):
         self.at = state["at"]
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("at", [3, 6, 9])
 @pytest.mark.parametrize(
     ("kind", "workers"),

@@ -32,7 +32,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 
@@ -112,22 +112,54 @@ def run_warm(
     seconds: float = 180.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments: a script, `-m` and a module, or `-c` and code."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        pid = _parent().request(
-            python=[*arguments],
-            cwd=str(cwd or Path.cwd()),
-            environment=dict(environment),
-            out=str(out),
-            err=str(err),
-        )
-        deadline = time.monotonic() + seconds
-        while (code := _parent().request(look=pid)) == _RUNNING:
-            if time.monotonic() > deadline:
+    (done,) = run_warm_together(arguments, [environment], cwd=cwd, seconds=seconds)
+    return done
+
+
+def run_warm_together(
+    arguments: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    cwd: Path | None = None,
+    seconds: float = 180.0,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run Python in a process for each environment; if one fails, the others are killed."""
+    parent = _parent()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pids = [
+            parent.request(
+                python=[*arguments],
+                cwd=str(cwd or Path.cwd()),
+                environment=dict(environment),
+                out=str(folder / f"{number}.out"),
+                err=str(folder / f"{number}.err"),
+            )
+            for number, environment in enumerate(environments)
+        ]
+        codes = _wait_for_all(parent, pids, time.monotonic() + seconds)
+        texts = [
+            [(folder / f"{number}.{end}").read_text() for end in ("out", "err")]
+            for number in range(len(pids))
+        ]
+    command = [sys.executable, *arguments]
+    return [
+        subprocess.CompletedProcess(command, codes[pid], *text)
+        for pid, text in zip(pids, texts, strict=True)
+    ]
+
+
+def _wait_for_all(parent: WarmParent, pids: Sequence[int], deadline: float) -> dict[int, int]:
+    codes: dict[int, int] = {}
+    while running := [pid for pid in pids if pid not in codes]:
+        for pid in running:
+            if (code := parent.request(look=pid)) != _RUNNING:
+                codes[pid] = code
+        if any(codes.values()) or time.monotonic() > deadline:
+            for pid in set(pids) - set(codes):
                 os.killpg(pid, signal.SIGKILL)
-            time.sleep(0.005)
-        texts = out.read_text(), err.read_text()
-    return subprocess.CompletedProcess([sys.executable, *arguments], code, *texts)
+        time.sleep(0.005)
+    return codes
 
 
 def _serve() -> None:
@@ -197,7 +229,7 @@ def _fork(function: str, arguments: list[str], log: str) -> int:
 
 
 def _fork_python(python: list[str], cwd: str, environment: Any, out: str, err: str) -> int:
-    for module in ("hookline.cli.app", "hookline.trainer.trainer", "hookline.config_files"):
+    for module in _IMPORTED:
         import_module(module)
     pid = os.fork()
     if pid:
@@ -219,9 +251,10 @@ def _fork_python(python: list[str], cwd: str, environment: Any, out: str, err: s
         if kind == "-m":
             runpy.run_module(what, run_name="__main__", alter_sys=True)
         elif kind == "-c":
-            exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), main.__dict__)
         else:
-            runpy.run_path(kind, run_name="__main__")
+            runpy.run_path(str(Path(kind).absolute()), run_name="__main__")
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -264,6 +297,16 @@ def _wait(wait: int, seconds: float) -> int:
 
 
 _RUNNING = 1000  # no exit code
+# What most processes need: torch's optimizers import `torch._dynamo`, which takes a second.
+_IMPORTED = (
+    "hookline.cli.app",
+    "hookline.config_files",
+    "hookline.trainer.trainer",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
 _REQUESTS: dict[str, Callable[..., int]] = {
     "python": _fork_python,
     "function": _fork,
