@@ -348,3 +348,14 @@ def test_runs_of_the_same_name_are_told_apart(run: Path, browser: Any, tmp_path:
     assert len(losses) == len({*losses}) == 2
     assert browser.execute_script("return document.querySelectorAll('#differences tr').length") > 2
     assert browser.get_log("browser") == []
+
+
+def test_control_characters_of_names_and_texts_are_escaped_once_in_the_page(tmp_path: Path) -> None:
+    run = hookline.runs.Run.create(tmp_path, config={}, seed=0, hooks=[])
+    run.log(1, 0, "n\u202em", 1.0)
+    run.log(1, 0, "note", "a\u202eb", kind="text")
+    run.close()
+    html = make_report(run.path).html
+    for begin, end in ("nm", "ab"):
+        assert rf"{begin}\\u202e{end}" in html  # as JSON has a backslash
+        assert rf"{begin}\u202e{end}" not in html
