@@ -96,7 +96,7 @@ def event(**fields: Any) -> dict[str, Any]:
 
 
 def rewind(**fields: Any) -> dict[str, Any]:
-    return {"rewinds": [{"metrics": 0, "end": 10, "repeated": 0, **fields}]}
+    return {"rewinds": [{"metrics": 0, "end": 10, "repeated": 0, "restored": [], **fields}]}
 
 
 Attack = Callable[[Place], object]
@@ -260,6 +260,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "rewinds of numbers": (set_field(rewinds=[1]), "'rewinds' is a list"),
     "rewind negative": (set_field(**rewind(metrics=-5)), "'rewinds' is a list"),
     "rewind end": (set_field(**rewind(metrics=50)), "'rewinds' is a list"),
+    "rewind pieces": (set_field(**rewind(restored=[["a", 1]])), "'rewinds' is a list"),
     "rewind float": (set_field(**rewind(repeated=1.5)), "'rewinds' is a list"),
     # -- metrics
     "metrics no object": (add_metric(b"[1]"), r"line \d+: it is not an object"),

@@ -270,13 +270,15 @@ def test_a_hostile_run_is_resumed_or_refused_and_nothing_outside_is_written(
         {"end": 10**15},
         {"end": 2**62, "metrics": 2**61},
         {"repeated": 10**15},
+        {"restored": [[0, 10**15]]},
+        {"restored": [[0, 5]] * 1000},
     ],
 )
 def test_a_rewind_that_cannot_be_finished_neither_fills_the_disk_nor_hangs(
     place: Place, fields: dict[str, Any]
 ) -> None:
+    place.change(**rewind(**fields))
     size = (place.run / "metrics.jsonl").stat().st_size
-    place.change(**rewind(**{"end": size, **fields}))
     with time_limit(), suppress(RunError):
         Run.open(place.run, resume=True).close()
     files = [place.run / name for name in ("metrics.jsonl", "repeated.jsonl")]
@@ -298,6 +300,17 @@ def test_a_position_that_is_not_valid_is_an_error(place: Place, position: Any) -
         run.rewind(position)
     run.close()
     assert (place.run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_rewind_that_is_refused_creates_no_file(place: Place) -> None:
+    rewind = {"metrics": 0, "end": 10**15, "repeated": 0, "restored": [[0, 10**15]]}
+    manifest = json.loads((place.run / "manifest.json").read_text())
+    (place.run / "manifest.json").write_text(json.dumps({**manifest, "rewinds": [rewind]}))
+    before = {name: data for name, data in snapshot(place.run).items() if "lease" not in name}
+    with pytest.raises(RunError, match=r"repeated\.jsonl has 0 bytes"):
+        Run.open(place.run, resume=True)
+    after = {name: data for name, data in snapshot(place.run).items() if "lease" not in name}
+    assert after == before
 
 
 @pytest.mark.parametrize("line", [b"\n", b"x\n", b"{}\n"])

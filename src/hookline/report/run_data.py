@@ -100,14 +100,14 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
     size = _size_of(data)
     for block_size, scalars in read_scalars(reader, data.media.add):
         for row in scalars:
-            rows = pending.get(row[3])
+            rows = pending.get(row[2])
             if rows is None:
                 if len(pending) >= MAX_SERIES:
                     if len(dropped) < MAX_SERIES:
-                        dropped.add(row[3])
+                        dropped.add(row[2])
                     continue
-                rows = pending[row[3]] = []
-                names[row[3]] = json.loads(row[3])
+                rows = pending[row[2]] = []
+                names[row[2]] = json.loads(row[2])
             rows.append(row)
         count += len(scalars)
         if count >= _MAX_PENDING:

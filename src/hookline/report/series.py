@@ -54,7 +54,7 @@ class SampledSeries:
 
     def add(self, rows: Sequence[Scalar], limit: int) -> None:
         """Add values in the order of the log, and merge buckets if there are more than `limit`."""
-        values = [float(row[4]) for row in rows]
+        values = [float(row[3]) for row in rows]
         self.total += len(values)
         self.last, self.last_step = values[-1], _number(rows[-1][0])
         if not math.isfinite(sum(values)):
@@ -77,7 +77,7 @@ class SampledSeries:
             self.lowest, self.lowest_step = low, _number(rows[start + values.index(low)][0])
         if high > self.highest:
             self.highest, self.highest_step = high, _number(rows[start + values.index(high)][0])
-        step, seconds = _number(rows[end - 1][0]), _number(rows[end - 1][2])
+        step, seconds = _number(rows[end - 1][0]), _number(rows[end - 1][1])
         if is_open:
             self.steps[-1], self.times[-1] = step, seconds
             self.sums[-1] += sum(values)

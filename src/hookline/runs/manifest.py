@@ -285,9 +285,13 @@ def _is_error(value: Any) -> bool:
 
 
 def _is_rewind(value: Any) -> bool:
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not isinstance(value.get("restored"), list):
         return False
     sizes = [value.get(name) for name in ("metrics", "end", "repeated")]
+    for piece in value["restored"]:
+        if not isinstance(piece, list) or len(piece) != 2:
+            return False
+        sizes += piece
     return all(map(is_count, sizes)) and value["metrics"] <= value["end"]
 
 

@@ -45,7 +45,7 @@ from hookline.runs.manifest import (
     write_run_manifest,
 )
 from hookline.runs.media import make_histogram, save_image
-from hookline.runs.rewind import finish_rewind, plan_rewind
+from hookline.runs.rewind import check_rewind, finish_rewind, plan_rewind
 
 log = logging.getLogger("hookline")
 
@@ -188,6 +188,8 @@ class Run:
                 attempt = describe_attempt(config, seed, hooks, **fields)
                 # Read again: another process may have written the run while this one waited.
                 manifest = continue_manifest(path, read_run_manifest(path), attempt)
+                if unfinished := _find_unfinished(manifest):
+                    check_rewind(path, unfinished)  # before anything is written
                 write_run_manifest(path, manifest)
                 run = cls(path, manifest, lease)
                 cast(JsonlFile, run._events).drop_incomplete_line()
@@ -374,10 +376,9 @@ class Run:
 
     def _finish_rewind(self) -> None:
         """Carry out the newest rewind of the manifest, if that was not done."""
-        newest = next(reversed(self.manifest.get("rewinds", ())), None)
-        if newest is not None and not newest.get("finished"):
-            finish_rewind(self._writable_log().file, newest)
-            newest["finished"] = True
+        if unfinished := _find_unfinished(self.manifest):
+            finish_rewind(self._writable_log().file, unfinished)
+            unfinished["finished"] = True
             write_run_manifest(self.path, self.manifest)
 
     def close(self, status: str = "completed", error: BaseException | str | None = None) -> None:
@@ -510,6 +511,12 @@ def _held_lease(path: Path) -> Generator[Lease, None, None]:
     except BaseException:
         lease.release()
         raise
+
+
+def _find_unfinished(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the newest rewind of a manifest, if it was not carried out."""
+    rewinds = manifest.get("rewinds")
+    return rewinds[-1] if rewinds and not rewinds[-1].get("finished") else None
 
 
 def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:
