@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hookline.dispatch import Schedule as Schedule
     from hookline.dispatch import StateReport as StateReport
     from hookline.dispatch import Summary as Summary
+    from hookline.dispatch import every as every
     from hookline.errors import ArgumentError as ArgumentError
     from hookline.errors import CheckpointError as CheckpointError
     from hookline.errors import CollectiveError as CollectiveError
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from hookline.errors import LoopError as LoopError
     from hookline.errors import NameTakenError as NameTakenError
     from hookline.errors import NotAHookError as NotAHookError
-    from hookline.errors import NotSuppliedError as NotSuppliedError
+    from hookline.errors import NotProvidedError as NotProvidedError
     from hookline.errors import ObserverError as ObserverError
     from hookline.errors import OrderError as OrderError
     from hookline.errors import ProbeError as ProbeError
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     GenericTrainer = Trainer
     BaseTrainer = Trainer
     SimpleTrainer = Trainer
+    NotSuppliedError = NotProvidedError
 
 # A test compares these tables with the imports above, which type checkers and editors read.
 _MODULES = {
@@ -130,12 +132,12 @@ _MODULES = {
     "context": ("LazyFloat", "Metrics", "StepContext"),
     "dispatch": (
         *("HookInfo", "HookManager", "HookRunner", "HookSettings"),
-        *("Schedule", "StateReport", "Summary"),
+        *("Schedule", "StateReport", "Summary", "every"),
     ),
     "errors": (
         *("ArgumentError", "CheckpointError", "CollectiveError", "ConfigError", "HookConfigError"),
         *("HookFailedError", "HookStateError", "HooklineError"),
-        *("LoopError", "NameTakenError", "NotAHookError", "NotSuppliedError", "ObserverError"),
+        *("LoopError", "NameTakenError", "NotAHookError", "NotProvidedError", "ObserverError"),
         *("OrderError", "ProbeError", "RandomNumberError", "RegistrationError", "RunError"),
         *("SignatureError", "StopTraining", "TrainingError", "UnknownEventError"),
         *("UnknownHookError", "UnknownMetricError"),
@@ -189,6 +191,7 @@ _ALIASES = {
     "GenericTrainer": "Trainer",
     "BaseTrainer": "Trainer",
     "SimpleTrainer": "Trainer",
+    "NotSuppliedError": "NotProvidedError",
 }
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]

@@ -142,6 +142,13 @@ def find_hook(name: str) -> KnownHook:
     return _find_by_class_name(name)
 
 
+def find_entry_point(name: str) -> str | None:
+    """Return the name of the entry point of a package's hook; None for other hooks."""
+    if name in BUILT_INS or name in PROBES:
+        return None
+    return next((one.name for one in packaged_hooks() if name in (one.name, one.full_name)), None)
+
+
 def _find_by_class_name(name: str) -> KnownHook:
     known = known_hooks()
     same_class = [hook for hook in known.values() if hook.class_name == name]

@@ -115,7 +115,8 @@ class _Builder:
                 item = self._resolved.hooks.get(key)
                 if item is None:  # its options contain objects
                     item = HookItem.read(self._create_within(hook.item(), key), kind)
-                self.hook_keys[trainer.hooks.add_item(item)] = key
+                new = item.register()
+                self.hook_keys[trainer.hooks.add_hook(new.hook, **new.options)] = key
         with self._creating(("data",)):
             trainer.set_data(train, val)
         return trainer
