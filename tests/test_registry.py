@@ -234,9 +234,9 @@ def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apar
         ({"loop": [f"{__name__}.Broken"]}, "could not be created with {} (ZeroDivisionError: no)."),
         ({"loop": [f"{__name__}.Loks"]}, "has no 'Loks'. Did you mean 'Looks'?"),
         ({"loop": ["torch.nn.Linear"]}, "'torch.nn.Linear' is not a hook"),
-        ({"loop": ["nowhere.at.All"]}, "the module 'nowhere.at' could not be imported"),
-        ({"loop": [".x"]}, "'.x' has no module. Expected a class path"),
-        ({"loop": ["..x.y"]}, "'..x.y': the module '..x' could not be imported"),
+        ({"loop": ["nowhere.at.All"]}, "'nowhere.at.All': There is no module 'nowhere'."),
+        ({"loop": [".x"]}, "'.x': It is not a class path"),
+        ({"loop": ["..x.y"]}, "'..x.y': It is not a class path"),
     ],
 )
 def test_what_does_not_fit_is_said_with_its_place(config, message):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config_files.file_model import (
+from hookline.config_files.sections import (
     DataConfig,
     GroupConfig,
     HookConfig,
