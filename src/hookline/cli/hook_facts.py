@@ -79,7 +79,7 @@ def _group_title(known: KnownHook) -> str:
 
 def describe_hook(known: KnownHook) -> dict[str, Any]:
     """Return the description of a hook as plain values; raise `ConfigError` if it is not a hook."""
-    kind: Any = load_hook_class(known.path)
+    kind: Any = load_hook_class(known.name)
     purpose, text = _prose(inspect.getdoc(kind) or "")
     shown = _shown_options(known.name, kind)
     return {

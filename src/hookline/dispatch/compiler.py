@@ -38,9 +38,8 @@ from functools import lru_cache
 from itertools import count
 from types import CodeType
 
-from hookline.dispatch.binding import Binding
+from hookline.dispatch.binding import Binding, WantedValue
 from hookline.dispatch.settings import Schedule
-from hookline.dispatch.value_forms import WantedValue
 
 DISPATCHER_FILE = "<hookline dispatcher"  # how the file names of dispatchers begin
 HOOK_CALL = re.compile(r" +(?:try: )?hook(\d+)\(")  # a line that calls a hook, with its index

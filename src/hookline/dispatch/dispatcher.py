@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from hookline.dispatch.accounting import RunClock
+from hookline.dispatch.binding import CONVERSIONS, WantedValue
 from hookline.dispatch.compiler import (
     CallSignature,
     always_loaded,
@@ -19,7 +20,6 @@ from hookline.dispatch.compiler import (
     register_source,
 )
 from hookline.dispatch.entry import Entry
-from hookline.dispatch.value_forms import CONVERSIONS, WantedValue
 from hookline.errors import NotProvidedError
 from hookline.events import EVENTS, FLOWS
 

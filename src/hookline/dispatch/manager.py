@@ -51,7 +51,7 @@ from hookline.errors import (
 )
 from hookline.events import FLOWS, NAMES, find_event
 from hookline.hook import Hook, Ranks, as_hook
-from hookline.log_records import filter_log_records
+from hookline.printable import filter_log_records
 
 
 class HookManager:
