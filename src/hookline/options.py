@@ -114,7 +114,7 @@ class BuiltIn(Hook):
     """
 
     cost: ClassVar[str] = ""
-    """What the hook costs, in one sentence."""
+    """The cost of the hook, in one sentence."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

@@ -1,4 +1,4 @@
-"""What commands share: the format of `--help`, the option `--json`, interrupts and checks."""
+"""The base of all commands: the format of `--help`, common options, interrupts and checks."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class HookInfo:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the hooks did and cost so far; `print` shows a table."""
+    """The calls, failures and cost of hooks so far; `print` shows a table."""
 
     seconds: float
     hooks: tuple[HookInfo, ...] = field(default=())
