@@ -188,9 +188,9 @@ def _mask_assignments(text: str) -> str:
         value = "" if matched is None else matched[0].rstrip()
         if value.strip("'\"\\") in _PLAIN:
             continue
-        mark = value[-1] if value[-1] in "'\"" else ""
-        mark = f"\\{mark}" if value.endswith('\\"') else mark
-        parts += [text[end : found.end()], mark, MASK, mark]
+        quotes = value[-1] if value[-1] in "'\"" else ""
+        quotes = f"\\{quotes}" if value.endswith('\\"') else quotes
+        parts += [text[end : found.end()], quotes, MASK, quotes]
         end = found.end() + len(value)
     return "".join([*parts, text[end:]]) if parts else text
 

@@ -273,9 +273,10 @@ def _check_not_training(folder: Path) -> None:
     opened = None if run is None else OpenedRun(run)
     if opened is None or opened.status != "training":
         return
-    part = (opened.manifest.get("parts") or [{}])[-1]
+    attempts = opened.manifest.get("attempts") or opened.manifest.get("parts") or [{}]
+    process, machine = attempts[-1].get("pid"), attempts[-1].get("host")
     raise CheckpointError(
-        f"The run {opened.id} is still training: process {part.get('pid')} on {part.get('host')}. "
+        f"The run {opened.id} is still training: process {process} on {machine}. "
         "Nothing was removed. Wait until it ends; if that machine is gone, resume the run first."
     )
 

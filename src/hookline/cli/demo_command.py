@@ -147,8 +147,8 @@ def _show_curve(points: list[tuple[int, float]]) -> None:
     _show_heading("\nValidation loss, kept by the hook validation_curve")
     losses = [loss for _, loss in points]
     for step, loss in points:
-        bar, mark = "#" * round(40 * loss / max(losses)), "  best" if loss == min(losses) else ""
-        console.print(f"  step {step:>5}  {loss:6.3f}  {bar}{mark}")
+        bar, note = "#" * round(40 * loss / max(losses)), "  best" if loss == min(losses) else ""
+        console.print(f"  step {step:>5}  {loss:6.3f}  {bar}{note}")
 
 
 def _show_files(run: Path, checkpoint: Path | None) -> None:

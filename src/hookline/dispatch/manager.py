@@ -118,7 +118,7 @@ class HookManager:
                 snake_case.
             kind: the kind of a function: "forward" or "update".
             every: call it in steps N, 2N, 3N … only.
-            sample_rate: call it in this share of the steps only.
+            sample_rate: call it in this fraction of the steps only.
             from_epoch: call it from this epoch on only.
             before: call it directly before the hook of this name.
             after: call it directly after the hook of this name.

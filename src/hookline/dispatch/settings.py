@@ -51,8 +51,8 @@ class Schedule:
 
     Args:
         every: call the hook in steps N, 2N, 3N, …
-        sample_rate: of these, call it in this share. The choice depends on the step and the hook's
-            name only, so it is the same on every rank and after resuming.
+        sample_rate: of these, call it in this fraction. The choice depends on the step and the
+            hook's name only, so it is the same on every rank and after resuming.
         from_epoch: call it from this epoch on, counted from 0.
     """
 
