@@ -293,7 +293,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "metrics step NaN": (add_metric(_FAST % (b"NaN", b'"x"', b"1")), "NaN is not standard JSON"),
     "metrics 1e999": (add_metric(_FAST % (b"1", b'"x"', b"1e999")), "range of floats"),
     "metrics leading zero": (add_metric(_FAST % (b"007", b'"x"', b"1")), "cannot be read"),
-    "metrics duplicate": (add_metric(b'{"v": 1, "v": 1}'), "a key occurs twice"),
+    "metrics duplicate": (add_metric(b'{"v": 1, "v": 1}'), "the key 'v' occurs twice"),
     "metrics deep": (add_metric(b'{"v": 1, "a": ' + b"[" * 90_000), "nested deeper"),
     "metrics text": (add_metric(metric(kind="text", value={})), "'value' is not a text"),
     "metrics histogram": (add_metric(metric(kind="histogram", value=[1])), "is not a histogram"),

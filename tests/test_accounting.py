@@ -290,6 +290,7 @@ def test_over_the_budget_the_costliest_hook_is_named_once(caplog, clock):
     train(manager, clock, range(1, 3000), 0.5)
     (message,) = over_budget(caplog)
     assert "Hooks take 16.8% of the run, over the budget of 5.0%. The costliest is" in message
+    assert "`hookline.every(100, hook)` in a list of hooks" in message
     assert "'costly'" in message
     assert "with 16.6%" in message
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline import Hook, HookManager, HookSettings, NotSuppliedError, SignatureError
+from hookline import Hook, HookManager, HookSettings, NotProvidedError, SignatureError
 from hookline.events import EVENTS
 
 
@@ -404,7 +404,7 @@ def test_the_error_for_a_missing_argument_names_the_hook_that_asks_for_it():
         def on_step_end(self, lr):
             pass
 
-    with pytest.raises(NotSuppliedError, match=r"'lr'.*watch \(Watch\.on_step_end\).*lr=…"):
+    with pytest.raises(NotProvidedError, match=r"'lr'.*watch \(Watch\.on_step_end\).*lr=…"):
         fire(Watch(), "on_step_end", step=1)
 
 

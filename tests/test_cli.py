@@ -84,14 +84,13 @@ def test_the_demo_is_a_completed_run_on_disk(trained: Trained) -> None:
     assert manifest["seed"] == 0
     assert [hook["name"] for hook in manifest["hooks"]] == [
         "validation_curve",
-        "gradient_norms",
         "checkpoint_at_end",
         "gradient_monitor",
         "outlier_monitor",
         "lr_monitor",
         "identity",
     ]
-    assert len(set(trained.values("grad_norm/blocks.0"))) == 30
+    assert len(set(trained.values("gradients/total/norm"))) >= 30
 
 
 def test_the_validation_loss_of_the_demo_falls(trained: Trained) -> None:

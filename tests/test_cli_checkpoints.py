@@ -371,7 +371,7 @@ def test_a_run_that_is_training_is_not_pruned(tmp_path: Path) -> None:
         (("--keep-best", "2"), ["--keep-best and --metric belong together"]),
         (("--keep-last", "-1"), ["it is '-1'", "a whole number of 0 or more"]),
         (("--keep-every", "0"), ["it is '0'", "a whole number of 1 or more"]),
-        (("--keep-last", "1", "--mode", "least"), ["it is 'least'; expected min or max."]),
+        (("--keep-last", "1", "--mode", "least"), ["'least' is not one of 'min', 'max'."]),
     ],
 )
 def test_bad_rules_are_one_line_that_helps(

@@ -76,7 +76,7 @@ def test_a_package_that_is_broken_does_not_hide_the_others(tmp_path: Path) -> No
     describe_package(tmp_path, "broken", points)
     done = hookline("hooks", path=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^  gone +\? +'not_there.Hook': the module", done.stdout, re.MULTILINE)
+    assert re.search(r"^  gone +\? +'not_there.Hook': There is no", done.stdout, re.MULTILINE)
     assert re.search(r"^  odd +\? +'odd' is not a hook", done.stdout, re.MULTILINE)
     assert (
         "The name 'ema' is taken. Use 'broken:ema' for the hook of the package broken."
@@ -85,7 +85,7 @@ def test_a_package_that_is_broken_does_not_hide_the_others(tmp_path: Path) -> No
     assert re.search(r"^  early_stopping +loop", done.stdout, re.MULTILINE)
     shown = hookline("hooks", "show", "gone", path=tmp_path)
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert "the module 'not_there' could not be imported" in shown.stderr
+    assert "There is no module 'not_there'." in shown.stderr
 
 
 # -- hookline hooks show --------------------------------------------------------------------------

@@ -263,7 +263,7 @@ HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
 def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
     done = run_hookline("check", "train.yaml", HOOK, cwd=project)
     assert done.returncode == 1
-    said = "command line: hooks.1.monitor: EarlyStopping monitors the metric 'val/los'"
+    said = "command line: hooks.1: EarlyStopping monitors the metric 'val/los'"
     assert said in done.stderr
     assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
     late = "hooks.1={name: model_checkpoint, every_n_steps: 2, filename: '{train/acc}'}"

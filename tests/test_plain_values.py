@@ -151,7 +151,7 @@ def test_a_number_that_cannot_be_provided_when_it_is_read_disables_the_hook(capl
             pass
 
     def missing() -> float:
-        raise hookline.NotSuppliedError("This loop does not provide 'loss'.")
+        raise hookline.NotProvidedError("This loop does not provide 'loss'.")
 
     class Context:
         loss = LazyFloat(missing)

@@ -4,8 +4,10 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from hosts import LOOPS
 
-from hookline import Hook, HookManager, NotSuppliedError, Schedule
+import hookline
+from hookline import Hook, HookManager, NotProvidedError, Schedule, every
 
 
 class Watch(Hook):
@@ -91,7 +93,7 @@ def test_a_hook_gets_all_events_of_a_step_or_none():
     """With two batches per step; during a step, `step` still counts the completed ones."""
     loop = SimpleNamespace(step=0, step_in_progress=1, batch_idx=0, epoch=0)
     manager = HookManager(source=loop)
-    manager.add_hook(every := Watch(), "every", every=3)
+    manager.add_hook(third := Watch(), "every", every=3)
     manager.add_hook(sampled := Watch(), "sampled", sample_rate=0.5)
     for batch in range(60):
         loop.batch_idx = batch
@@ -101,9 +103,9 @@ def test_a_hook_gets_all_events_of_a_step_or_none():
             loop.step += 1
             manager.fire("on_step_end")
             loop.step_in_progress += 1
-    assert every.steps == list(range(3, 31, 3))
+    assert third.steps == list(range(3, 31, 3))
     assert 0 < len(sampled.steps) < 30
-    for hook in (every, sampled):
+    for hook in (third, sampled):
         both = [b for step in hook.steps for b in (2 * step - 2, 2 * step - 1)]
         assert hook.batches == [(end, b) for b in both for end in ("start", "end")]
 
@@ -122,14 +124,14 @@ def test_a_loop_that_does_not_provide_the_step_gets_an_error_that_names_the_sche
     hook = Hook()
     hook.on_step_end = lambda: None
     manager.add_hook(hook, every=2)
-    with pytest.raises(NotSuppliedError, match=r"'step', which a schedule asks for"):
+    with pytest.raises(NotProvidedError, match=r"'step', which a schedule asks for"):
         manager.fire("on_step_end")
 
 
 def test_a_loop_that_does_not_provide_the_epoch_gets_an_error_that_names_the_hook():
     manager = HookManager()
     manager.add_hook(Watch(), from_epoch=2)
-    with pytest.raises(NotSuppliedError, match=r"'epoch', which watch \(its from_epoch\)"):
+    with pytest.raises(NotProvidedError, match=r"'epoch', which watch \(its from_epoch\)"):
         manager.fire("on_step_end", step=1)
 
 
@@ -154,3 +156,62 @@ def test_from_epoch_must_be_a_whole_number_from_zero(value):
 def test_a_schedule_describes_itself():
     assert str(Schedule()) == "always"
     assert str(Schedule(100, 0.1, 10)) == "every 100, sample 0.1, from epoch 10"
+
+
+# -- in a list of hooks ----------------------------------------------------------------------------
+
+
+class Steps(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, step):
+        self.seen.append(step)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_list_of_hooks_has_schedules_in_every_loop(loop, tmp_path):
+    items = [
+        every(2, often := Steps(), name="often"),
+        every(4, {"name": "lr_monitor"}),
+        {"name": "gradient_monitor", "every": 3, "as": "norms"},
+        "early_stopping",
+        all_steps := Steps(),
+    ]
+    _, driver = LOOPS[loop](items, tmp_path)
+    assert (often.seen, all_steps.seen) == ([2, 4, 6], [1, 2, 3, 4, 5, 6])
+    found = {hook.name: hook.schedule for hook in driver.hooks.describe()}
+    wanted = {"often": "every 2", "lr_monitor": "every 4", "norms": "every 3", "steps": "always"}
+    assert {**wanted, "early_stopping": "always"}.items() <= found.items()
+
+
+def test_a_registry_and_a_runner_take_the_same_items():
+    items = [every(2, Steps(), name="a"), every(3, Steps(), name="b", enabled=False)]
+    expected = [("a", "every 2", "enabled"), ("b", "every 3", "disabled")]
+    for manager in (HookManager(items), hookline.HookRunner(items), hookline.HookRegistry(items)):
+        infos = manager.describe()
+        assert [(info.name, info.schedule, info.status) for info in infos] == expected
+
+
+def test_the_options_around_an_item_win_over_those_in_it():
+    items = [every(5, {"name": "lr_monitor", "every": 3}), every(2, every(7, Steps(), name="a"))]
+    registry = hookline.HookRegistry(hooks=items)
+    schedules = {hook.name: hook.schedule for hook in registry.describe()}
+    assert schedules == {"lr_monitor": "every 5", "a": "every 2"}
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "10", True, None])
+def test_every_takes_a_number_of_steps(steps):
+    with pytest.raises(hookline.ArgumentError, match=r"every\(steps, …\) is .* of at least 1"):
+        every(steps, Steps())
+
+
+def test_an_unknown_name_or_option_in_a_list_is_an_error():
+    with pytest.raises(hookline.ConfigError, match="Did you mean 'lr_monitor'"):
+        hookline.HookRegistry(hooks=["lr_monitr"])
+    with pytest.raises(hookline.ConfigError, match="Unknown option 'evry'"):
+        hookline.HookRegistry(hooks=[{"name": "lr_monitor", "evry": 2}])
+    with pytest.raises(TypeError, match="evry"):
+        HookManager([every(2, Steps(), evry=3)])
+    with pytest.raises(hookline.NotAHookError, match="is a int, not a hook"):
+        hookline.HookRegistry(hooks=[every(2, 3)])

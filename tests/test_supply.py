@@ -2,7 +2,7 @@
 
 import pytest
 
-from hookline import Hook, HookFailedError, HookManager, HookSettings, NotSuppliedError
+from hookline import Hook, HookFailedError, HookManager, HookSettings, NotProvidedError
 
 
 class Loop:
@@ -12,7 +12,7 @@ class Loop:
 
     @property
     def loss(self):
-        raise NotSuppliedError("This loop does not provide the loss. Call session.backward(loss).")
+        raise NotProvidedError("This loop does not provide the loss. Call session.backward(loss).")
 
     epoch = loss
 
@@ -86,7 +86,7 @@ def test_a_hook_is_called_without_optional_arguments():
 
 class Sparse(Loop):
     def __getattr__(self, name):
-        raise NotSuppliedError(name)
+        raise NotProvidedError(name)
 
 
 def test_a_strict_hook_that_lacks_an_argument_stops_training():
@@ -98,14 +98,14 @@ def test_a_strict_hook_that_lacks_an_argument_stops_training():
 
 def test_without_isolation_the_error_is_raised():
     manager = HookManager([WantsLoss()], settings=HookSettings(isolate=False))
-    with pytest.raises(NotSuppliedError, match=r"session\.backward"):
+    with pytest.raises(NotProvidedError, match=r"session\.backward"):
         fire(manager)
 
 
 def test_a_loop_that_has_not_taken_its_first_step_gets_the_error_at_once_and_no_hook_is_disabled():
     manager = HookManager([WantsLoss()])
     manager.raise_on_missing_args = True
-    with pytest.raises(NotSuppliedError, match=r"session\.backward") as caught:
+    with pytest.raises(NotProvidedError, match=r"session\.backward") as caught:
         fire(manager)
     assert "wants_loss" in str(caught.value)
     assert manager.describe()[0].status == "enabled"

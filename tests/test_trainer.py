@@ -607,7 +607,7 @@ def test_a_configuration_that_does_not_fit_names_the_field_and_the_fix(fields, m
     ("path", "message"),
     [
         ("Lonely", "Unknown hook"),
-        ("no_such_module.X", "could not be imported"),
+        ("no_such_module.X", "There is no module"),
         ("user_hooks.Lifecycl", "Did you mean 'Lifecycle'"),
         ("collections.OrderedDict", "does not inherit from hookline.Hook"),
     ],

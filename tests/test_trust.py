@@ -12,13 +12,13 @@ import torch
 from packages import install_package
 
 from hookline import ConfigError
+from hookline.config.hook_names import load_object
 from hookline.config_files import FileError, load_training
 from hookline.config_files.trust import (
     Trust,
     find_import_folder,
     find_project,
     find_trusted_packages,
-    load_object,
 )
 
 # The functions of https://pytorch.org/docs/stable/nn.functional.html, in its order.
@@ -248,7 +248,7 @@ def test_classes_for_training_may_be_named(tmp_path: Path, path: str) -> None:
         "hookline.probes.tap",
         "hookline.cli.app.main",
         "hookline.runs.environment.subprocess.run",
-        "hookline.config_files.trust.load_object",
+        "hookline.config.hook_names.load_object",
     ],
 )
 def test_what_loads_files_or_runs_code_is_refused(tmp_path: Path, path: str) -> None:

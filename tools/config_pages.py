@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hookline.config_files.file_model import (
+from hookline.config_files.json_schema import REGISTRATION_KEYS
+from hookline.config_files.sections import (
     DataConfig,
     GroupConfig,
     HookConfig,
@@ -24,7 +25,6 @@ from hookline.config_files.file_model import (
     TrackerConfig,
     TrainingConfig,
 )
-from hookline.config_files.json_schema import REGISTRATION_KEYS
 
 SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("File", TrainingConfig),

@@ -27,6 +27,7 @@ import package_tree
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import hookline
 from hookline.config.trainer_config import (
     CheckpointConfig,
     DDPConfig,
@@ -215,6 +216,18 @@ def rewritten(path: Path, start: str, end: str, text: str) -> str:
     return "\n".join([*lines[: first + 1], "", *text.rstrip("\n").split("\n"), "", *lines[last:]])
 
 
+def public_stub() -> str:
+    """Return `hookline/__init__.pyi`: the imports of all public names."""
+    lines = ['"""The public names; written by `make generate` from `hookline/__init__.py`."""', ""]
+    lines += ["from hookline import config_files as config_files"]
+    lines += [f"from hookline import {name} as {name}" for name in ("probes", "updates")]
+    lines += ["from hookline._version import __version__ as __version__"]
+    for module, names in hookline._MODULES.items():
+        lines += [f"from hookline.{module} import {name} as {name}" for name in names]
+    lines += ["", *(f"{alias} = {name}" for alias, name in hookline._ALIASES.items())]
+    return "\n".join(lines) + "\n"
+
+
 def texts() -> Iterator[tuple[str, str]]:
     """Yield the name and the new text of every generated file."""
     for name, start, end, make in TARGETS:
@@ -228,6 +241,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for topic in api_pages.PAGES:
         yield f"docs/api/{topic}.md", api_pages.page(topic)
     yield "llms.txt", llms_page.llms_text()
+    yield "src/hookline/__init__.pyi", public_stub()
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 from hookline.arguments import describe_value, show_value
 from hookline.errors import (
     ArgumentError,
-    NotSuppliedError,
+    NotProvidedError,
     UnknownMetricError,
     listed,
     nearest,
@@ -149,7 +149,7 @@ class LazyDict(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         try:
             return self[key]
-        except (KeyError, NotSuppliedError):
+        except (KeyError, NotProvidedError):
             return default
 
     def __iter__(self) -> Iterator[str]:  # makes dict(m) and {**m} use __getitem__
@@ -315,7 +315,7 @@ class State(LazyDict):
     Args:
         known: the values.
         absent: keys that this loop does not provide, each with what to do about it; looking one
-            up raises `NotSuppliedError`.
+            up raises `NotProvidedError`.
     """
 
     def __init__(self, known: Mapping[str, Any], absent: Mapping[str, str] | None = None) -> None:
@@ -324,7 +324,7 @@ class State(LazyDict):
 
     def __missing__(self, key: str) -> Any:
         if key in self._absent:
-            raise NotSuppliedError(
+            raise NotProvidedError(
                 f"This loop does not provide state['{key}']. {self._absent[key]}"
             )
         raise KeyError(key)
@@ -340,7 +340,7 @@ class NotProvided:
     message: str
 
     def __call__(self) -> Any:
-        raise NotSuppliedError(self.message)
+        raise NotProvidedError(self.message)
 
     def __repr__(self) -> str:
         return "<not provided>"

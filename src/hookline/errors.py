@@ -10,7 +10,7 @@
     ├── UnknownHookError           (also a KeyError) no hook has the name
     ├── UnknownMetricError         (also a KeyError) an event has no metric of the name
     ├── UnknownEventError          (also a ValueError) no event, or no argument, has the name
-    ├── NotSuppliedError           the loop does not provide what a hook asks for
+    ├── NotProvidedError           the loop does not provide what a hook asks for
     ├── LoopError                  a bare loop is ambiguous
     ├── StopTraining               a hook asked to stop, and a bare loop went on
     ├── ConfigError                (also a ValueError) invalid configuration
@@ -86,8 +86,11 @@ class UnknownEventError(HooklineError, ValueError):
     """No event, or no argument of the event, has this name."""
 
 
-class NotSuppliedError(HooklineError):
+class NotProvidedError(HooklineError):
     """The loop does not provide something that a hook asks for."""
+
+
+NotSuppliedError = NotProvidedError  # its name until 0.1
 
 
 class LoopError(HooklineError):

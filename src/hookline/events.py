@@ -24,7 +24,7 @@ class Argument:
     doc: str
     aliases: tuple[str, ...] = ()
     form: str = ""
-    """What hooks get by default: "float" or "str"; empty for the value as it is."""
+    """The type that hooks get by default: "float" or "str"; empty for the value as it is."""
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ class Hook:
     hookline_function: Callable[..., Any] | None = None
     hookline_group: ClassVar[HookGroup] = HookGroup.USER
     hookline_name: str | None = None
+    hookline_entry_point: str | None = None
+    """The entry point that the hook was named by: its name in a run, if that is free."""
+
     hookline_options: Mapping[str, Any] = MappingProxyType({})
     """The options the hook was created with, if known; recorded in the manifest."""
 
@@ -304,7 +307,7 @@ def as_hook(hook: Any, kind: str | None = None) -> Hook:
         return _FUNCTION_HOOKS[kind](hook)
     raise NotAHookError(
         f"{show_value(hook)} is a {type(hook).__name__}, not a hook. A hook inherits from "
-        "hookline.Hook "
-        "and has on_… methods: class MyHook(hookline.Hook). A function is registered with "
-        "kind='forward' or kind='update'."
+        "hookline.Hook and has on_… methods: class MyHook(hookline.Hook). A function is registered "
+        "with kind='forward' or kind='update'. A configuration also has names of hooks, and "
+        "mappings with 'name'."
     )

@@ -51,8 +51,12 @@ _KEYS = _split_words(  # before `key`: by itself it is the key of an ordinary ma
     "google hf ingest integration license master mlflow neptune openai private secret service "
     "session shared signing ssh storage subscription wandb webhook"
 )
-_TOKENS = _split_words("access api auth bearer hf refresh secret session")  # before `tokens`
-_PASSES = _split_words("admin db login mail mysql postgres redis root smtp user")
+_AFTER = {  # words that hold a secret only after one of these
+    "key": _KEYS,
+    "keys": _KEYS,
+    "tokens": _split_words("access api auth bearer hf refresh secret session"),
+    "pass": _split_words("admin db login mail mysql postgres redis root smtp user"),
+}
 _NOT_SECRET_TOKENS = _split_words(  # before `token`: parts of a text
     "additional audio begin blank bos by class cls decoder distill each end eod eos eot first "
     "image last mask max min n new next num pad per prev previous prompt register sep sink space "
@@ -79,12 +83,8 @@ def is_secret_name(name: str) -> bool:
     if not words:
         return False
     last, before = words[-1], words[-2] if len(words) > 1 else ""
-    if last in ("key", "keys"):
-        return before in _KEYS
-    if last == "tokens":
-        return before in _TOKENS
-    if last == "pass":
-        return before in _PASSES
+    if last in _AFTER:
+        return before in _AFTER[last]
     if last == "token":
         return before not in _NOT_SECRET_TOKENS
     if has_suffix and words in _CONNECTION:
@@ -188,9 +188,9 @@ def _mask_assignments(text: str) -> str:
         value = "" if matched is None else matched[0].rstrip()
         if value.strip("'\"\\") in _PLAIN:
             continue
-        mark = value[-1] if value[-1] in "'\"" else ""
-        mark = f"\\{mark}" if value.endswith('\\"') else mark
-        parts += [text[end : found.end()], mark, MASK, mark]
+        quotes = value[-1] if value[-1] in "'\"" else ""
+        quotes = f"\\{quotes}" if value.endswith('\\"') else quotes
+        parts += [text[end : found.end()], quotes, MASK, quotes]
         end = found.end() + len(value)
     return "".join([*parts, text[end:]]) if parts else text
 

@@ -114,7 +114,7 @@ class BuiltIn(Hook):
     """
 
     cost: ClassVar[str] = ""
-    """What the hook costs, in one sentence."""
+    """The cost of the hook, in one sentence."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -211,8 +211,8 @@ def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]
 
 def _belongs_to_registration(hook_class: Any, name: str) -> str:
     problem = (
-        f"'{name}' belongs to the registration. Give it to add_hook(hook, {name}=…), or beside the "
-        "hook's name in a config file."
+        f"'{name}' belongs to the registration. Give it to add_hook(hook, {name}=…), beside the "
+        "hook's name in a config file, or write hookline.every(N, hook) in a list of hooks."
     )
     if name == "every" and hook_class.hookline_kind == "probe":
         problem += " Outside of training: hookline.probe(model, …, every=…)."

@@ -1,9 +1,15 @@
-"""Text from elsewhere as it is shown on a terminal, in a message or in HTML."""
+"""Text from elsewhere as it is shown on a terminal, in a message, in a log record or in HTML."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
+from pathlib import PurePath
+from traceback import format_exception
+from typing import Any
+
+from hookline.masking import mask_text
 
 # Control characters, marks that change the direction of text, invisible characters, line and
 # paragraph separators, lone surrogates. Joiners and variation selectors belong to emoji and to
@@ -18,6 +24,7 @@ _CONTROLS = re.compile(
 _MESSAGE_LINE = 1200  # characters of one line of a message
 _MAX_LINES = 200
 _TAB = "\t"
+_LOGGERS = ("hookline", "hookline.training")  # a logger does not inherit filters
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -96,3 +103,37 @@ def escape_controls(
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: max(limit - 1, 0)] + "…"
+
+
+# -- log records -----------------------------------------------------------------------------------
+
+
+def filter_log_records() -> None:
+    """Mask secrets and escape control characters in the records of Hookline's loggers."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_filter)  # no effect if it is there already
+
+
+def _filter(record: logging.LogRecord) -> bool:
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_escape_argument, record.args))
+    if not record.args:
+        record.msg = _escape_argument(record.msg)
+    try:
+        message = record.getMessage()
+    except Exception:  # arguments that do not match; logging reports that itself
+        return True
+    if (masked := mask_text(message)) != message:
+        record.msg, record.args = masked, ()
+    if record.exc_info and record.exc_info[1] is not None and not record.exc_text:
+        text = "".join(format_exception(record.exc_info[1])).rstrip("\n")
+        shown = escape_controls(mask_text(text))
+        if shown != text:
+            record.exc_text = shown  # formatters show it instead of exc_info
+    return True
+
+
+def _escape_argument(value: Any) -> Any:
+    """Return an argument of a message; numbers and lazy values are formatted only if shown."""
+    is_text = isinstance(value, str | PurePath | BaseException)
+    return printable_message(value) if is_text else value

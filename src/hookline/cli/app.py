@@ -36,9 +36,8 @@ from hookline.cli.text_output import prepare_streams, print_text
 from hookline.cli.train_command import TrainCommand, check, schema, train
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
-from hookline.log_records import filter_log_records
 from hookline.masking import mask_text
-from hookline.printable import printable, printable_lines, quote_lines
+from hookline.printable import filter_log_records, printable, printable_lines, quote_lines
 
 FAILED, BAD_INPUT = 1, 2
 LARGEST_SEED = 2**63 - 1

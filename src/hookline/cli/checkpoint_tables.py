@@ -33,7 +33,7 @@ def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) 
             format_size(one.size),
             _format_age(one.created),
             "complete",
-            _format_marks(one),
+            _format_labels(one),
             _format_metrics(one.metrics),
         )
         for one in complete
@@ -119,10 +119,10 @@ def _format_age(created: str) -> str:
     return format_duration(max(0.0, age.total_seconds()))
 
 
-def _format_marks(one: SavedCheckpoint) -> str:
-    marks = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
-    marks["weights-only"] = one.is_weights_only
-    return " ".join(mark for mark, applies in marks.items() if applies)
+def _format_labels(one: SavedCheckpoint) -> str:
+    labels = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+    labels["weights-only"] = one.is_weights_only
+    return " ".join(label for label, applies in labels.items() if applies)
 
 
 def _format_metrics(metrics: Mapping[str, Any]) -> str:

@@ -19,12 +19,10 @@ from hookline.cli.command_base import (
     check_runs_folder,
     delay_interrupts,
     new_group,
-    one_of,
     whole_number,
 )
-from hookline.cli.text_output import print_json, progress_bar, show
+from hookline.cli.text_output import print_json, progress_bar, show, show_lines
 from hookline.errors import CheckpointError, listed, nearest
-from hookline.printable import printable
 from hookline.text_tables import join_some
 
 if TYPE_CHECKING:
@@ -92,8 +90,8 @@ def list_checkpoints(
     elif complete or damage:
         show(format_list(complete, damage), _STYLES)
     else:
-        place = printable(folder.path, 1000)
-        show(f"{place} contains no checkpoints. To save some, add the hook ModelCheckpoint.")
+        advice = "To save some, add the hook ModelCheckpoint."
+        show_lines([f"{folder.path} contains no checkpoints. {advice}"])
 
 
 # -- show -----------------------------------------------------------------------------------------
@@ -195,7 +193,7 @@ def prune(
     ] = None,
     mode: Annotated[
         Literal["min", "max"],
-        typer.Option(help="Whether low or high values are better.", **one_of("min", "max")),
+        typer.Option(help="Whether low or high values are better."),
     ] = "min",
     keep_every: Annotated[
         int | None,
@@ -276,10 +274,10 @@ def _check_not_training(folder: Path) -> None:
     if opened is None or opened.status != "training":
         return
     attempt = (opened.manifest.get("attempts") or [{}])[-1]
+    process, machine = attempt.get("pid"), attempt.get("host")
     raise CheckpointError(
-        f"The run {opened.id} is still training: process {attempt.get('pid')} on "
-        f"{attempt.get('host')}. Nothing was removed. Wait until it ends; if that machine is gone, "
-        "resume the run first."
+        f"The run {opened.id} is still training: process {process} on {machine}. "
+        "Nothing was removed. Wait until it ends; if that machine is gone, resume the run first."
     )
 
 
@@ -328,7 +326,7 @@ def export(
     ] = None,
     file_format: Annotated[
         Literal["safetensors", "torch"],
-        typer.Option("--format", help="The format of the file.", **one_of("safetensors", "torch")),
+        typer.Option("--format", help="The format of the file."),
     ] = "safetensors",
     averaged: Annotated[
         bool, typer.Option("--ema", help="Export the average that the hook EMA has kept.")
@@ -362,18 +360,15 @@ def export(
     if as_json:
         print_json({"checkpoint": str(path), **asdict(done)})
         return
-    target = printable(done.path, 1000)
     lines = [
-        f"checkpoint  {printable(path, 1000)}",
-        f"file        {target}, {format_size(done.size)}, {done.tensors} tensors",
+        f"checkpoint  {path}",
+        f"file        {done.path}, {format_size(done.size)}, {done.tensors} tensors",
         f"sha256      {done.sha256}",
-    ]
-    lines += [
-        f"tied        {printable(name)} is {printable(other)}" for name, other in done.tied.items()
+        *(f"tied        {name} is {other}" for name, other in done.tied.items()),
     ]
     if done.left_out:
         lines.append(f"left out    {join_some(done.left_out)}: not a tensor")
-    show("\n".join(lines), {})
+    show_lines(lines)
 
 
 # -- which checkpoint -----------------------------------------------------------------------------

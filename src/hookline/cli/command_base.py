@@ -1,4 +1,4 @@
-"""What commands share: the format of `--help`, the option `--json`, interrupts and checks."""
+"""The base of all commands: the format of `--help`, common options, interrupts and checks."""
 
 from __future__ import annotations
 
@@ -137,14 +137,3 @@ def whole_number(least: int, most: int | None = None, metavar: str = "INTEGER") 
         return number
 
     return {"parser": parse, "metavar": metavar}
-
-
-def one_of(*values: str) -> dict[str, Any]:
-    """Return options of a choice between texts. Typer before 0.19 has none for Literal."""
-
-    def parse(given: str) -> str:
-        if given not in values:
-            raise typer.BadParameter(f"it is '{given}'; expected {' or '.join(values)}.")
-        return given
-
-    return {"parser": parse, "metavar": f"[{'|'.join(values)}]"}

@@ -1,6 +1,6 @@
 """`hookline demo`: train a small GPT on the text of Python's help, with hooks.
 
-This file is also an example: three hooks of its own come first, then the training in `run_demo`,
+This file is also an example: two hooks of its own come first, then the run in `run_demo`,
 then the data and the model.
 """
 
@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookline.config.trainer_config import TrainerConfig
@@ -33,7 +32,7 @@ from hookline.trainer.trainer import Trainer
 BATCH, CONTEXT, WIDTH, HEADS, BLOCKS = 48, 32, 96, 4, 2
 PEAK_LR, WARM_UP, CLIP = 7e-3, 20, 1.0
 PROMPT, GENERATED, TEMPERATURE = "The ", 200, 0.7
-VALIDATIONS, GRADIENT_MEASUREMENTS = 10, 30  # approximate numbers, independent of the steps
+VALIDATIONS = 10  # about so many, independent of the steps
 
 console = Console(
     highlight=False, markup=False, emoji=False, soft_wrap=True
@@ -51,22 +50,6 @@ class ValidationCurve(Hook):
         loss = float(metrics["val/loss"])
         metrics["val/bits_per_char"] = loss / math.log(2)
         self.points.append((step, loss))
-
-
-class GradientNorms(Hook):
-    """Logs the gradient norm of each part of the model, before clipping."""
-
-    def __init__(self) -> None:
-        self.norms: list[dict[str, Tensor]] = []
-
-    def on_gradients_ready(self, trainer: Trainer, model: nn.Module) -> None:
-        """Compute the norms without synchronizing with the device."""
-        norms = {
-            name: get_total_norm([p.grad for p in part.parameters() if p.grad is not None])
-            for name, part in _parts(model).items()
-        }
-        trainer.log_dict({f"grad_norm/{name}": norm for name, norm in norms.items()})
-        self.norms.append(norms)
 
 
 class CheckpointAtEnd(Hook):
@@ -106,7 +89,6 @@ def make_trainer(
         config, model, optimizer, scheduler, loss_fn=_loss, tokens_fn=lambda batch: batch[0].numel()
     )
     trainer.add_hook(ValidationCurve())
-    trainer.add_hook(GradientNorms(), every=math.ceil(steps / GRADIENT_MEASUREMENTS))
     trainer.add_hook(CheckpointAtEnd())
     often = math.ceil(steps / 40)  # what the report draws layer by layer
     trainer.add_hook(GradientMonitor(log_frequency=often))
@@ -126,19 +108,20 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
         trainer.fit(train, val)
     except KeyboardInterrupt:
         if trainer.run is not None:
-            console.print(
-                f"\nThe interrupted run is in {printable(shorten_path(trainer.run.path), 1000)}"
-            )
+            _show_line(f"The interrupted run is in {shorten_path(trainer.run.path)}")
         raise
 
     hooks: dict[str, Any] = {name: trainer.hooks.get_hook(name) for name in trainer.hooks}
     _show_curve(hooks["validation_curve"].points)
-    _show_gradients(hooks["gradient_norms"].norms)
     _show_text("Text generated after training", _generate(model, text, seed))
     _show_files(trainer.run.path, hooks["checkpoint_at_end"].path)
 
 
 # -- output ---------------------------------------------------------------------------------------
+
+
+def _show_line(text: str) -> None:
+    console.print(printable(text, 1000))
 
 
 def _show_heading(title: str) -> None:
@@ -164,17 +147,8 @@ def _show_curve(points: list[tuple[int, float]]) -> None:
     _show_heading("\nValidation loss, kept by the hook validation_curve")
     losses = [loss for _, loss in points]
     for step, loss in points:
-        bar, mark = "#" * round(40 * loss / max(losses)), "  best" if loss == min(losses) else ""
-        console.print(f"  step {step:>5}  {loss:6.3f}  {bar}{mark}")
-
-
-def _show_gradients(measured: list[dict[str, Tensor]]) -> None:
-    _show_heading("\nGradient norm of each part, logged by the hook gradient_norms")
-    third = math.ceil(len(measured) / 3)
-    console.print(f"  {'':10}  first third  last third   (means)")
-    for name in measured[0]:
-        norms = torch.stack([norms[name] for norms in measured])
-        console.print(f"  {name:10}  {norms[:third].mean():11.3f}  {norms[-third:].mean():10.3f}")
+        bar, note = "#" * round(40 * loss / max(losses)), "  best" if loss == min(losses) else ""
+        console.print(f"  step {step:>5}  {loss:6.3f}  {bar}{note}")
 
 
 def _show_files(run: Path, checkpoint: Path | None) -> None:
@@ -191,7 +165,7 @@ def _show_files(run: Path, checkpoint: Path | None) -> None:
     if report.is_file():
         files["report"] = f"{shorten_path(report)} (open it in a browser)"
     for name, value in files.items():
-        console.print(f"{name:10}  {printable(value, 1000)}")
+        _show_line(f"{name:10}  {value}")
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -295,12 +269,3 @@ def _lr_factor(step: int, steps: int) -> float:
     """Return the factor of the peak learning rate: linear warm-up, then cosine decay to a tenth."""
     warm = min(1.0, (step + 1) / min(WARM_UP, steps))
     return warm * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps)))
-
-
-def _parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's children by name, with each block as a part of its own."""
-    parts: dict[str, nn.Module] = {}
-    for name, child in model.named_children():
-        inner = child.named_children() if isinstance(child, nn.ModuleList) else [("", child)]
-        parts.update((f"{name}.{index}".rstrip("."), part) for index, part in inner)
-    return parts

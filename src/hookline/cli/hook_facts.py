@@ -12,11 +12,11 @@ from typing import Any
 import hookline
 import hookline.probes
 from hookline.config.hook_items import SECTIONS
-from hookline.config.hook_names import KnownHook, load_class
+from hookline.config.hook_names import KnownHook, load_hook_class
 from hookline.dispatch.binding import bind
 from hookline.errors import HooklineError
 from hookline.events import EVENTS, FLOWS
-from hookline.hook import Hook, HookGroup
+from hookline.hook import HookGroup
 from hookline.options import Option, get_options
 from hookline.runs.jsonable import to_jsonable
 
@@ -79,9 +79,7 @@ def _group_title(known: KnownHook) -> str:
 
 def describe_hook(known: KnownHook) -> dict[str, Any]:
     """Return the description of a hook as plain values; raise `ConfigError` if it is not a hook."""
-    kind: Any = load_class(known.path)
-    if not _is_hook(kind):
-        raise hookline.ConfigError(f"'{known.name}' is not a hook ({known.path}).")
+    kind: Any = load_hook_class(known.name)
     purpose, text = _prose(inspect.getdoc(kind) or "")
     shown = _shown_options(known.name, kind)
     return {
@@ -111,10 +109,6 @@ def describe_behaviour(facts: Mapping[str, Any]) -> str:
     if facts["intervenes"]:
         sentences.append("It changes training or validation.")
     return " ".join(sentences) or "It only observes; if it fails, training continues."
-
-
-def _is_hook(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Hook)
 
 
 def _group(kind: Any) -> HookGroup:

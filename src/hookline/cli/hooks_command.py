@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from hookline.cli.command_base import Command, Json, delay_interrupts, new_group
-from hookline.cli.text_output import print_json, show, terminal_width
+from hookline.cli.text_output import print_json, print_line, show, terminal_width
 from hookline.errors import HooklineError
 from hookline.printable import printable
-from hookline.text_tables import cell_width, pad, printable_cells
+from hookline.text_tables import format_table
 
 _WIDTH = 100
 
@@ -122,19 +122,17 @@ def _list_hooks(as_json: bool) -> None:
     if as_json:
         print_json(listed)
         return
-    widths = [max(cell_width(printable(one[key])) for one in listed) for key in ("name", "kind")]
     blocks: list[str] = []
     for group, ones in groups.items():
         rows = [(one["name"], one["kind"], one["problem"] or one["purpose"]) for one in ones]
-        blocks.append(f"{printable(group)}\n{_columns(rows, widths)}\n")
+        blocks.append(f"{printable(group)}\n{_columns(rows)}\n")
     _show("\n".join(blocks))
-    print("For options, events, cost and an example: hookline hooks show NAME")
+    print_line("For options, events, cost and an example: hookline hooks show NAME")
     for known in known_hooks().values():
         name = known.name.removeprefix(f"{known.package}:")
         if name != known.name:
-            name, full_name = printable(name), printable(known.name)
-            place = f"the hook of the package {printable(known.package)}"
-            print(f"The name '{name}' is taken. Use '{full_name}' for {place}.")
+            use = f"Use '{known.name}' for the hook of the package {known.package}."
+            print_line(f"The name '{name}' is taken. {use}")
 
 
 def _entry(known: Any) -> dict[str, Any]:
@@ -155,7 +153,8 @@ def _entry(known: Any) -> dict[str, Any]:
 def _as_text(facts: dict[str, Any]) -> str:
     from hookline.cli.hook_facts import RANKS, describe_behaviour
 
-    events = _columns((one["event"], ", ".join(one["asks"])) for one in facts["events"])
+    asked = [(one["event"], ", ".join(one["asks"])) for one in facts["events"]]
+    events = _columns(asked) if asked else "  None: it is attached to modules."
     blocks = [
         printable(f"{facts['name']}: {facts['purpose']}", 1000),
         textwrap.indent(facts["text"], "  "),
@@ -171,7 +170,7 @@ def _as_text(facts: dict[str, Any]) -> str:
             ]
         ),
         "Options\n" + (_options(facts["options"]) or "  The hook has no options."),
-        f"Events and their arguments\n{events or '  None: it is attached to modules.'}",
+        f"Events and their arguments\n{events}",
         f"In Python\n{textwrap.indent(facts['python'], '  ')}",
         f"In a config file\n{textwrap.indent(facts['yaml'], '  ')}",
     ]
@@ -201,17 +200,10 @@ def _wrapped(text: str, indent: str) -> str:
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
-def _columns(rows: Iterable[tuple[str, ...]], widths: list[int] | None = None) -> str:
-    """Return rows as indented columns; the last column is not padded."""
-    shown = [printable_cells(row) for row in rows]
-    if widths is None:
-        columns = list(zip(*shown, strict=True))[:-1]
-        widths = [max(map(cell_width, column)) for column in columns]
-    lines = []
-    for *cells, last in shown:
-        padded = [pad(cell, width) for cell, width in zip(cells, widths, strict=True)]
-        lines.append("  " + "  ".join([*padded, last]).rstrip())
-    return "\n".join(lines)
+def _columns(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return rows as indented columns."""
+    first, *others = rows
+    return textwrap.indent(format_table(first, others), "  ")
 
 
 def _show(text: str) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from hookline.arguments import user_path
 from hookline.cli.command_base import bad_value
-from hookline.printable import printable
+from hookline.cli.text_output import print_line
 
 _FILES = {
     "train.yaml": "the config file: model, data, optimizer, trainer, hooks",
@@ -84,10 +84,10 @@ def _check(folder: Path, names: list[str]) -> None:
 
 def _print_summary(folder: Path, slurm: bool) -> None:
     written = {**_FILES, **_SCHEMA, **(_SLURM if slurm else {})}
-    width, place = max(map(len, written)), printable(folder, 1000)
-    print(f"In {place}:" if folder != Path() else "In this folder:")
+    width, place = max(map(len, written)), str(folder)
+    print_line(f"In {place}:" if folder != Path() else "In this folder:")
     for name, meaning in written.items():
-        print(f"  {name.ljust(width)}  {meaning}")
+        print_line(f"  {name.ljust(width)}  {meaning}")
     steps = [
         *([] if folder == Path() else [(f"cd {place}", "")]),
         ("hookline check train.yaml", "check everything without training"),
@@ -97,6 +97,7 @@ def _print_summary(folder: Path, slurm: bool) -> None:
         *([("sbatch job.sh", "train on the cluster")] if slurm else []),
     ]
     width = max(len(command) for command, _ in steps)
-    print("\nNext steps:")
+    print_line("")
+    print_line("Next steps:")
     for command, meaning in steps:
-        print(f"  {command.ljust(width)}  {meaning}".rstrip())
+        print_line(f"  {command.ljust(width)}  {meaning}".rstrip())

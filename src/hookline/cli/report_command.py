@@ -15,8 +15,7 @@ from hookline.cli.command_base import (
     check_runs_folder,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import print_json, progress_bar, show
-from hookline.printable import printable
+from hookline.cli.text_output import print_json, progress_bar, show_lines
 
 _LARGE = 50_000_000  # bytes of a log that takes a while to read
 
@@ -75,10 +74,9 @@ def report(
         from hookline.report.facts import describe_facts
 
         for facts in made.facts["runs"]:
-            show("\n".join([f"run {printable(facts['id'])}", *describe_facts(facts)]))
-            for line in facts["left_out"]:
-                show(f"left out: {printable(line, 1000)}")
-        show(f"report  {printable(written, 1000)}")
+            left_out = [f"left out: {line}" for line in facts["left_out"]]
+            show_lines([f"run {facts['id']}", *describe_facts(facts), *left_out])
+        show_lines([f"report  {written}"])
     if opens and written is not None:
         import webbrowser
 

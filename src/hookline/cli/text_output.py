@@ -7,11 +7,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from hookline.printable import escape_controls, printable
+from hookline.printable import escape_controls, printable, printable_message
 from hookline.text_tables import cell_width
 
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
@@ -32,6 +32,11 @@ def terminal_width() -> int | None:
 
     console = Console()
     return console.width if console.is_terminal else None
+
+
+def print_line(text: object, stream: TextIO | None = None) -> None:
+    """Print one line at once, with line feeds of names escaped; on stdout in rank 0 only."""
+    print_text(printable_message(text), stream)
 
 
 def print_text(text: str, stream: TextIO | None = None) -> None:
@@ -62,6 +67,11 @@ def show(text: str, styles: Mapping[str, str] | None = None) -> None:
     for pattern, style in (styles or {}).items():
         styled.highlight_regex(pattern, style)
     console.print(styled, soft_wrap=True)
+
+
+def show_lines(lines: Iterable[str]) -> None:
+    """Print lines as `show` does; line feeds in each of them are escaped."""
+    show("\n".join(map(printable_message, lines)))
 
 
 def _wrap_line(line: str, width: int) -> str:

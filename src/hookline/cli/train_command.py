@@ -19,15 +19,13 @@ from hookline.cli.command_base import (
     delay_interrupts,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import is_main_process, print_json, print_text, show
+from hookline.cli.text_output import is_main_process, print_json, print_line, show
 from hookline.masking import mask_text
-from hookline.printable import printable, printable_message
 
 if TYPE_CHECKING:
     from hookline.config_files.loading import Training
 
 _NEWEST = "newest"
-_MAX_CELL = 1_000
 _FILES = (".yaml", ".yml", ".toml", ".json")
 
 Config = Annotated[
@@ -136,7 +134,7 @@ def train(
         raise bad_value("--from", text)
     with exit_on_interrupt():
         training = load_config(config, overrides, trust)
-        print_text(f"config {training.config_hash[:8]}  {printable(training.source, 1000)}")
+        print_line(f"config {training.config_hash[:8]}  {training.source}")
         start = training.trainer.strategy.processes.call_on_main(
             lambda: _find_start(training, resume, start_from)
         )
@@ -164,7 +162,7 @@ def _find_start(
     parent = None if start_from is None else find_fork(training, start_from)
     if resume is not None:
         start, message = find_resume(training, resume, parent)
-        print_text(printable_message(message))
+        print_line(message)
         if start is not None:
             return {"resume_from": start}
     return {} if parent is None else {"fork_from": parent}
@@ -185,7 +183,7 @@ def _exit_if_preempted(training: Training, overrides: list[str] | None) -> None:
     hint = _resume_hint(training, overrides)
     message = f"hookline: Preempted by {name} after step {trainer.step}. {hint}"
     if is_main_process():
-        print_text(printable_message(message.rstrip()), sys.stderr)
+        print_line(message.rstrip(), sys.stderr)
     raise typer.Exit(128 + signal.Signals[name])
 
 
@@ -193,7 +191,7 @@ def _print_run_folder(training: Training) -> None:
     from hookline.runs.location import shorten_path
 
     if training.trainer.run is not None:
-        print_text(f"run {printable(shorten_path(training.trainer.run.path), 1000)}")
+        print_line(f"run {shorten_path(training.trainer.run.path)}")
 
 
 def check(
@@ -231,7 +229,7 @@ def check(
         print_json({"ok": True, **facts})
     else:
         show(_as_table(facts))
-        print_text("OK")
+        print_line("OK")
 
 
 def schema(
@@ -257,7 +255,7 @@ def schema(
         out.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
         raise bad_value("--out", f"'{out}' cannot be written ({error.strerror}).") from None
-    print_text(printable(out, 1000))
+    print_line(out)
 
 
 def load_config(
@@ -316,7 +314,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("runs", facts["runs"] or "no run is written"),
         ("config", f"{facts['config_hash'][:8]}  {facts['config']}"),
     ]
-    rows = [(name, printable(mask_text(str(value)), _MAX_CELL)) for name, value in rows]
+    rows = [(name, mask_text(str(value))) for name, value in rows]
     return format_table(rows[0], rows[1:])
 
 

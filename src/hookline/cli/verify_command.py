@@ -1,4 +1,4 @@
-"""`hookline verify`: checks a training by running it several times for a few steps."""
+"""`hookline verify`: checks a training run by repeating it for a few steps."""
 
 from __future__ import annotations
 

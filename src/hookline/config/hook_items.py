@@ -1,4 +1,4 @@
-"""The hooks listed in a configuration: where each one is, and what its keys mean."""
+"""The items of a list of hooks: where each one is, what its keys mean, and its registration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from hookline.arguments import read_items, show_value
-from hookline.config.hook_names import load_hook_class
+from hookline.config.hook_names import find_entry_point, load_hook_class
 from hookline.config.trainer_config import HooksConfig
+from hookline.dispatch import Registration
 from hookline.errors import ArgumentError, ConfigError, HooklineError, nearest
 from hookline.hook import Hook
 from hookline.masking import mask_text
@@ -42,7 +43,9 @@ class HookItem:
     """The arguments of `add_hook`: its schedule and its place."""
 
     @classmethod
-    def read(cls, item: Any, kind: str | None = None, *, check_values: bool = True) -> HookItem:
+    def read(
+        cls, item: str | Mapping[str, Any], kind: str | None = None, *, check_values: bool = True
+    ) -> HookItem:
         """Read an item of a configuration, load its class and check its options.
 
         Args:
@@ -50,13 +53,7 @@ class HookItem:
             kind: the kind of hook that the item's section requires; None for any.
             check_values: whether to check the values of a built-in's options.
         """
-        mapping = {"name": item} if isinstance(item, str) else item
-        if not isinstance(mapping, Mapping):
-            raise ConfigError(
-                f"{show_value(item)} is a {type(item).__name__}; expected a hook's name, or a "
-                "mapping with 'name' and options."
-            )
-        rest = _as_options(mapping)
+        rest = {"name": item} if isinstance(item, str) else _as_options(item)
         name, alias = _pop_names(rest)
         enabled = rest.pop("enabled", True)
         if not isinstance(enabled, bool):
@@ -87,7 +84,27 @@ class HookItem:
                 f"'{self.name}' could not be created with {options} ({printable(reason, 500)})."
             ) from error
         hook.hookline_options = hook.hookline_options or mask_declared(hook_class, self.resolved)
+        hook.hookline_entry_point = find_entry_point(self.name)
         return hook
+
+    def register(self) -> Registration:
+        """Return the registration of a new hook with these options."""
+        name = {} if self.alias is None else {"name": self.alias}
+        options = {**name, "enabled": self.enabled, **self.registration}
+        return Registration(self.make_hook(), options)
+
+
+def make_registration(item: Any, kind: str | None = None) -> Registration:
+    """Return an item of a list of hooks as the registration of a hook.
+
+    An item is a hook, `every(…)`, a hook's name, or a mapping with `name` or `class_path`.
+    """
+    if isinstance(item, Registration):
+        inner = make_registration(item.hook, kind)
+        return Registration(inner.hook, {**inner.options, **item.options})
+    if isinstance(item, str | Mapping):
+        return HookItem.read(item, kind).register()
+    return Registration(item, {} if kind is None else {"kind": kind})
 
 
 def make_hook(name: str, options: Mapping[str, Any]) -> Hook:

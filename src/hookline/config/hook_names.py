@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 from hookline.errors import ConfigError, listed, nearest
@@ -142,6 +143,13 @@ def find_hook(name: str) -> KnownHook:
     return _find_by_class_name(name)
 
 
+def find_entry_point(name: str) -> str | None:
+    """Return the name of the entry point of a package's hook; None for other hooks."""
+    if name in BUILT_INS or name in PROBES:
+        return None
+    return next((one.name for one in packaged_hooks() if name in (one.name, one.full_name)), None)
+
+
 def _find_by_class_name(name: str) -> KnownHook:
     known = known_hooks()
     same_class = [hook for hook in known.values() if hook.class_name == name]
@@ -154,25 +162,6 @@ def _find_by_class_name(name: str) -> KnownHook:
     )
 
 
-def load_class(path: str) -> Any:
-    """Import and return the class of a path such as `mypackage.hooks.MyHook`."""
-    module_name, _, name = path.rpartition(".")
-    if not module_name:
-        raise ConfigError(f"'{path}' has no module. Expected a class path, `package.{path}`.")
-    try:
-        module = import_module(module_name)
-    except Exception as error:  # whatever the module's own code raises
-        raise ConfigError(
-            f"'{path}': the module '{module_name}' could not be imported "
-            f"({type(error).__name__}: {error})."
-        ) from error
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        hint = nearest(name, dir(module))
-        raise ConfigError(f"'{path}': the module '{module_name}' has no '{name}'.{hint}") from error
-
-
 def load_hook_class(name: str) -> type[Hook]:
     """Import and return the hook class of a name or class path."""
     found = find_hook(name)
@@ -182,3 +171,55 @@ def load_hook_class(name: str) -> type[Hook]:
             f"'{name}' is not a hook: {found.path} does not inherit from hookline.Hook."
         )
     return hook_class
+
+
+def load_class(path: str) -> Any:
+    """Import and return the class of a path such as `mypackage.hooks.MyHook`."""
+    try:
+        return load_object(path)
+    except LookupError as error:
+        raise ConfigError(f"'{path}': {error}") from error
+
+
+def load_object(path: str) -> Any:
+    """Import and return the class or function of a path, or a class's method, `pkg.Net.tiny`.
+
+    Raises:
+        LookupError: it does not exist, its module cannot be imported, or the path goes through a
+            module that is imported there, `pkg.os.system`.
+    """
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise LookupError("It is not a class path, `package.module.Name`.")
+    module, used = _import_longest(parts)
+    found: Any = module
+    for part in parts[used:]:
+        if isinstance(found, ModuleType) and found is not module:
+            name = found.__name__
+            raise LookupError(
+                f"'{path}' goes through the module '{name}', which is only imported there."
+            )
+        try:
+            found = getattr(found, part)
+        except Exception as error:
+            name, known = getattr(found, "__name__", "it"), dir(found)
+            raise LookupError(f"'{name}' has no '{part}'.{nearest(part, known)}") from error
+    if callable(found):
+        return found
+    kind = "a module" if isinstance(found, ModuleType) else f"an instance of {type(found).__name__}"
+    raise LookupError(f"It is {kind}; expected a class or a function.")
+
+
+def _import_longest(parts: list[str]) -> tuple[ModuleType, int]:
+    """Import as many parts of a path as are modules, except the last; return how many."""
+    for used in range(max(len(parts) - 1, 1), 0, -1):
+        name = ".".join(parts[:used])
+        try:
+            return import_module(name), used
+        except (Exception, SystemExit) as error:  # whatever the module's own code raises
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{name}.".startswith(f"{missing}."):
+                raise LookupError(
+                    f"The module '{name}' could not be imported ({type(error).__name__}: {error})."
+                ) from error
+    raise LookupError(f"There is no module '{parts[0]}'.{nearest(parts[0], sorted(sys.modules))}")

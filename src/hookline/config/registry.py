@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hookline.arguments import check_mapping, show_value
-from hookline.config.hook_items import SECTIONS, HookItem, iterate_items
-from hookline.config.hook_names import BUILT_INS, PROBES, packaged_hooks
+from hookline.config.hook_items import SECTIONS, iterate_items, make_registration
 from hookline.config.trainer_config import HooksConfig
-from hookline.dispatch import HookManager, HookSettings
+from hookline.dispatch import HookLike, HookManager, HookSettings, Registration
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.event_arguments import EventArguments
 from hookline.errors import ConfigError, HooklineError, UnknownHookError, nearest
@@ -52,7 +51,7 @@ class HookRegistry(HookManager):
         self,
         config: HooksConfig | Mapping[str, Any] | Iterable[Any] | None = None,
         *,
-        hooks: Iterable[Hook] | HookManager | None = None,
+        hooks: Iterable[HookLike] | HookManager | None = None,
         source: object | None = None,
         settings: HookSettings | None = None,
         on_change: Callable[[], None] | None = None,
@@ -71,7 +70,8 @@ class HookRegistry(HookManager):
         gone = dict(self._removed)
         for place, kind, item in list(iterate_items(config)):  # a malformed list raises first
             try:
-                names.append(self.add_item(HookItem.read(item, kind)))
+                new = make_registration(item, kind)
+                names.append(self.add_hook(new.hook, **new.options))
             except (HooklineError, ValueError) as error:  # an invalid schedule is a ValueError
                 problems.append(f"{place}: {error}")
         if problems:
@@ -81,11 +81,8 @@ class HookRegistry(HookManager):
             raise ConfigError(*problems)
         return names
 
-    def add_item(self, item: HookItem) -> str:
-        """Create and register one hook of a configuration; return its name."""
-        hook = item.make_hook()
-        name = item.alias if item.alias is not None else self._packaged_name(item.name)
-        return self.add_hook(hook, name, enabled=item.enabled, **item.registration)
+    def _read_item(self, item: Any) -> Registration:
+        return make_registration(item)
 
     def add_default(self, hook: Hook) -> None:
         """Register a hook after all others, until another hook of its class is registered."""
@@ -108,16 +105,6 @@ class HookRegistry(HookManager):
         entry = super()._make_entry(hook, name, replace, taken)
         entry.is_default = hook is self._default
         return entry
-
-    def _packaged_name(self, name: str) -> str | None:
-        """Return a free name after the entry point of a package's hook; None for other hooks."""
-        if name in BUILT_INS or name in PROBES:
-            return None
-        for hook in packaged_hooks():
-            if name in (hook.name, hook.full_name):
-                candidates = [hook.name, *(f"{hook.name}_{i}" for i in range(2, len(self) + 3))]
-                return next(free for free in candidates if free not in self)
-        return None
 
     # -- toggles ----------------------------------------------------------------------------------
 

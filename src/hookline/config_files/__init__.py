@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from hookline.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from hookline.config_files.config_tree import FileError, Problem
-    from hookline.config_files.file_model import TrainingConfig
     from hookline.config_files.json_schema import training_schema
     from hookline.config_files.loading import Training, load_training
+    from hookline.config_files.sections import TrainingConfig
+    from hookline.config_files.tree import FileError, Problem
 
 __all__ = [
     "FileError",
@@ -30,8 +30,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "config_tree": ("FileError", "Problem"),
-        "file_model": ("TrainingConfig",),
+        "tree": ("FileError", "Problem"),
+        "sections": ("TrainingConfig",),
         "json_schema": ("training_schema",),
         "loading": ("Training", "load_training"),
     },

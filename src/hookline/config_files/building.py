@@ -14,19 +14,19 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.config_tree import ConfigTree, FileError, Key, describe_result
-from hookline.config_files.file_model import (
-    LoaderConfig,
-    ObjectConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
-from hookline.config_files.object_specs import (
+from hookline.config_files.objects import (
     ResolvedObjects,
     iterate_hooks,
     iterate_loaders,
     iterate_section,
 )
+from hookline.config_files.sections import (
+    LoaderConfig,
+    ObjectConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from hookline.config_files.tree import ConfigTree, FileError, Key, describe_result
 from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names
@@ -115,7 +115,8 @@ class _Builder:
                 item = self._resolved.hooks.get(key)
                 if item is None:  # its options contain objects
                     item = HookItem.read(self._create_within(hook.item(), key), kind)
-                self.hook_keys[trainer.hooks.add_item(item)] = key
+                new = item.register()
+                self.hook_keys[trainer.hooks.add_hook(new.hook, **new.options)] = key
         with self._creating(("data",)):
             trainer.set_data(train, val)
         return trainer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 from hookline.config_files.building import format_origin
-from hookline.config_files.config_tree import FileError, Key, shorten
 from hookline.config_files.loading import Training
+from hookline.config_files.tree import FileError, Key, shorten
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
@@ -89,32 +89,12 @@ def _error_at(training: Training, key: Key | None, subject: str, text: str) -> H
     return FileError([training.tree.problem(key, text)])
 
 
-def _option_key(training: Training, hook: str, metric: str) -> Key | None:
-    """Return the key of the option of a hook that names a metric; that of the hook by default."""
-    key = training.hook_keys.get(hook)
-    if training.tree is None or key is None:
-        return None
-    item: Any = training.tree.values
-    for part in key:
-        item = item[part]
-    options = {(*key, name): value for name, value in item.items()} if _is_dict(item) else {}
-    inner = options.pop((*key, "init_args"), None)
-    if _is_dict(inner):
-        options |= {(*key, "init_args", name): value for name, value in inner.items()}
-    naming = [one for one, value in options.items() if metric in str(value)]
-    return min(naming, key=lambda one: options[one] != metric, default=key)
-
-
-def _is_dict(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
 def _check_validation(training: Training) -> None:
     """Raise if something needs a metric of the validation, and there is none."""
     try:
         check_metrics(training.trainer)
     except MissingMetricError as error:
-        key = _option_key(training, error.hook, error.metric)
+        key = training.hook_keys.get(error.hook)
         if key is None:
             raise
         raise _error_at(training, key, "", str(error)) from error
@@ -140,7 +120,7 @@ def _check_monitors(training: Training, train: list[str], val: list[str]) -> Non
             try:
                 require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
             except HooklineError as error:
-                key = _option_key(training, name, metric)
+                key = training.hook_keys.get(name)
                 raise _error_at(training, key, f"the hook '{name}'", str(error)) from error
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter
 
 from hookline.config.hook_names import known_hooks, load_hook_class
-from hookline.config_files.file_model import TrainingConfig
 from hookline.config_files.references import REFERENCE_PATTERN
+from hookline.config_files.sections import TrainingConfig
 from hookline.options import Option, get_options
 
 _REFERENCE = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from hookline.arguments import check_instance, check_path, listed_strings, user_path
-from hookline.config_files.config_tree import (
+from hookline.config.hook_names import load_object
+from hookline.config_files.merging import merge_files, parse_override
+from hookline.config_files.objects import check_objects, find_argument_problems
+from hookline.config_files.sections import validate
+from hookline.config_files.tree import (
     COMMAND_LINE,
     ConfigTree,
     FileError,
@@ -19,9 +22,6 @@ from hookline.config_files.config_tree import (
     describe_result,
     format_key,
 )
-from hookline.config_files.file_model import validate
-from hookline.config_files.merging import merge_files, parse_override
-from hookline.config_files.object_specs import check_objects
 from hookline.config_files.trust import (
     Trust,
     find_import_folder,
@@ -29,7 +29,6 @@ from hookline.config_files.trust import (
     find_trusted_packages,
     importable,
     is_in,
-    load_object,
 )
 from hookline.errors import ConfigError, nearest
 from hookline.masking import mask_secrets, remember_secrets
@@ -204,27 +203,14 @@ def _parse_arguments(
 ) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     problems: list[Problem] = []
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for override in overrides:
         try:
             key, value = parse_override(override)
+            arguments[format_key(key)] = value
         except ValueError as error:
             problems.append(Problem(COMMAND_LINE, None, "", str(error)))
-            continue
-        name = format_key(key)
-        if len(key) == 1 and (open_ended or name in known):
-            arguments[name] = value
-        else:
-            valid = f"The arguments are: {', '.join(known)}." if known else "It has no arguments."
-            text = f"'{target}' has no argument '{name}'.{nearest(name, known)} {valid}"
-            problems.append(Problem(COMMAND_LINE, None, name, text))
-    for parameter in parameters:
-        name = parameter.name
-        if name in known and parameter.default is parameter.empty and name not in arguments:
-            text = f"'{target}' requires this argument: {name}=…"
-            problems.append(Problem(COMMAND_LINE, None, name, text))
+    for name, text in find_argument_problems(f"'{target}'", function, arguments):
+        problems.append(Problem(COMMAND_LINE, None, name, text))
     if problems:
         raise FileError(problems)
     return arguments

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hookline.arguments import user_path
-from hookline.config_files.config_tree import (
+from hookline.config_files.parsing import MAX_DEPTH, MIN_SIZE, parse_file, parse_value
+from hookline.config_files.references import resolve_references, split_key
+from hookline.config_files.tree import (
     COMMAND_LINE,
     ConfigTree,
     FileError,
@@ -19,8 +21,6 @@ from hookline.config_files.config_tree import (
     format_key,
     format_value,
 )
-from hookline.config_files.file_parsing import MAX_DEPTH, MIN_SIZE, parse_file, parse_value
-from hookline.config_files.references import resolve_references, split_key
 from hookline.files.limits import file_limits
 from hookline.masking import remember_secrets
 
@@ -58,12 +58,11 @@ def merge_files(
     """Return the configuration of a file and of all files it includes."""
     environment = os.environ if environment is None else environment
     try:
-        folder = path.parent.resolve()
-        file = path.resolve()
+        folder, _ = path.parent.resolve(), path.resolve()
     except (OSError, ValueError, RuntimeError) as error:
         raise FileError([Problem(str(path), None, "", f"It cannot be read ({error}).")]) from None
     includes = _Includes((folder if project is None else project, folder), environment)
-    tree = _merge_includes(folder / path.name, str(path), includes, (), file)
+    tree = _merge_includes(folder / path.name, str(path), includes, ())
     problems = ProblemList()
     for text in overrides:
         try:
@@ -80,16 +79,11 @@ def merge_files(
 
 
 def _merge_includes(
-    path: Path,
-    name: str,
-    includes: _Includes,
-    including: tuple[Path, ...],
-    target: Path | None = None,
+    path: Path, name: str, includes: _Includes, including: tuple[Path, ...]
 ) -> ConfigTree:
     """Return a file, called `name` in messages, merged over the files it includes.
 
-    `including` are the files that lead to it; `target` is the file to read, if the path is a link
-    that may be followed.
+    `including` are the files that lead to it. Without any, it is the user's: a link is followed.
     """
     place = path.parent.resolve() / path.name
     if place in including:
@@ -98,7 +92,7 @@ def _merge_includes(
     reason = includes.find_problem(path, len(including))
     if reason is not None:
         raise FileError([Problem(name, None, "", reason)])
-    parsed = parse_file(place, name, includes.bytes_left, target)
+    parsed = parse_file(place if including else place.resolve(), name, includes.bytes_left)
     includes.bytes_left -= max(parsed.size, MIN_SIZE)
     own = ConfigTree(name, parsed.values, {key: (name, line) for key, line in parsed.lines.items()})
     merged = ConfigTree(name, {}, {})

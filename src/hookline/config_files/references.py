@@ -19,7 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from hookline.config_files.config_tree import (
+from hookline.config_files.parsing import MAX_DEPTH, MAX_VALUES, parse_value
+from hookline.config_files.tree import (
     ConfigTree,
     FileError,
     Key,
@@ -27,7 +28,6 @@ from hookline.config_files.config_tree import (
     format_key,
     format_value,
 )
-from hookline.config_files.file_parsing import MAX_DEPTH, MAX_VALUES, parse_value
 from hookline.errors import nearest
 
 REFERENCE_PATTERN = r"^\$\{[^{}]+\}$"

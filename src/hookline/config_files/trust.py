@@ -15,7 +15,7 @@ import sysconfig
 import tomllib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from importlib import import_module, invalidate_caches
+from importlib import invalidate_caches
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.config.hook_names import packaged_hooks
-from hookline.config_files.config_tree import shorten
+from hookline.config_files.tree import shorten
 from hookline.errors import ConfigError, nearest
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import read_regular_file
@@ -289,48 +289,6 @@ def _unload_other_projects(folder: Path) -> None:
             continue
         if any(is_in(module, other) for other in others):
             del sys.modules[name]
-
-
-def load_object(path: str) -> Any:
-    """Import and return the class or function of a path, or a class's method, `pkg.Net.tiny`.
-
-    Raises:
-        LookupError: it does not exist, its module cannot be imported, or the path goes through a
-            module that is imported there, `pkg.os.system`.
-    """
-    parts = path.split(".")
-    module, used = _import_longest(parts)
-    found: Any = module
-    for part in parts[used:]:
-        if isinstance(found, ModuleType) and found is not module:
-            name = found.__name__
-            raise LookupError(
-                f"'{path}' goes through the module '{name}', which is only imported there."
-            )
-        try:
-            found = getattr(found, part)
-        except Exception as error:
-            name, known = getattr(found, "__name__", "it"), dir(found)
-            raise LookupError(f"'{name}' has no '{part}'.{nearest(part, known)}") from error
-    if callable(found):
-        return found
-    kind = "a module" if isinstance(found, ModuleType) else f"an instance of {type(found).__name__}"
-    raise LookupError(f"It is {kind}; expected a class or a function.")
-
-
-def _import_longest(parts: list[str]) -> tuple[ModuleType, int]:
-    """Import as many parts of a path as are modules, except the last; return how many."""
-    for used in range(max(len(parts) - 1, 1), 0, -1):
-        name = ".".join(parts[:used])
-        try:
-            return import_module(name), used
-        except (Exception, SystemExit) as error:  # whatever the module's own code raises
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is None or not _is_within(name, [missing]):
-                raise LookupError(
-                    f"The module '{name}' could not be imported ({type(error).__name__}: {error})."
-                ) from error
-    raise LookupError(f"There is no module '{parts[0]}'.{nearest(parts[0], sorted(sys.modules))}")
 
 
 def is_in(module: ModuleType, folder: Path) -> bool:

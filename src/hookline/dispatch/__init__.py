@@ -9,15 +9,18 @@ from hookline.dispatch.accounting import HookInfo, HookStatus, Summary
 from hookline.dispatch.hook_states import StateReport
 from hookline.dispatch.manager import HookManager
 from hookline.dispatch.runner import HookRunner
-from hookline.dispatch.settings import HookSettings, Schedule
+from hookline.dispatch.settings import HookLike, HookSettings, Registration, Schedule, every
 
 __all__ = [
     "HookInfo",
+    "HookLike",
     "HookManager",
     "HookRunner",
     "HookSettings",
     "HookStatus",
+    "Registration",
     "Schedule",
     "StateReport",
     "Summary",
+    "every",
 ]

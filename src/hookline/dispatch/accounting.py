@@ -134,7 +134,7 @@ class HookInfo:
 
 @dataclass(frozen=True)
 class Summary:
-    """What the hooks did and cost so far; `print` shows a table."""
+    """The calls, failures and cost of hooks so far; `print` shows a table."""
 
     seconds: float
     hooks: tuple[HookInfo, ...] = field(default=())
@@ -288,7 +288,8 @@ class RunClock:
         ((name, cls), most) = max(spent.items(), key=lambda item: item[1])
         log.warning(
             "Hooks take %.1f%% of the run, over the budget of %.1f%%. The costliest is '%s' (%s) "
-            "with %.1f%%: call it less often (every=…), or make it cheaper.",
+            "with %.1f%%: call it less often (`hookline.every(100, hook)` in a list of hooks, "
+            "`every: 100` beside its name in a config file), or make it cheaper.",
             100 * total / seconds,
             100 * budget,
             name,

@@ -9,7 +9,7 @@ to that:
         until_timed = remaining = until_timed - 1
         if remaining <= 0: return timed(context)
         try: a_step = context.step             # each argument once, only those that hooks require
-        except NotSupplied as error: until_timed += 1; return skip_and_retry(context, error)
+        except NotProvided as error: until_timed += 1; return skip_and_retry(context, error)
         except Exception as error: until_timed += 1; return fail_and_retry(context, error)
         try:
             hook0(a_step)
@@ -38,9 +38,8 @@ from functools import lru_cache
 from itertools import count
 from types import CodeType
 
-from hookline.dispatch.binding import Binding
+from hookline.dispatch.binding import Binding, WantedValue
 from hookline.dispatch.settings import Schedule
-from hookline.dispatch.value_forms import WantedValue
 
 DISPATCHER_FILE = "<hookline dispatcher"  # how the file names of dispatchers begin
 HOOK_CALL = re.compile(r" +(?:try: )?hook(\d+)\(")  # a line that calls a hook, with its index
@@ -208,7 +207,7 @@ class SourceWriter:
         if loads:
             retry = "until_timed += 1; return {}_and_retry(context, error)"
             lines.append(f"    try: {'; '.join(loads)}")
-            lines.append(f"    except NotSupplied as error: {retry.format('skip')}")
+            lines.append(f"    except NotProvided as error: {retry.format('skip')}")
             lines.append(f"    except Exception as error: {retry.format('fail')}")
         if self.has_optional:  # shared, so that each argument is computed once per event
             loaded = ", ".join(f"{value.key!r}: {value.variable}" for value in self.always_loaded)
@@ -229,7 +228,7 @@ class SourceWriter:
             *lines,
             "        try:",
             *loads,
-            "        except NotSupplied as error:",
+            "        except NotProvided as error:",
             f"            calls{i} -= 1",
             f"            fatal = first_error(fatal, handle_missing_args({i}, context, error))",
             "        except Exception as error:",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from hookline.dispatch.accounting import RunClock
+from hookline.dispatch.binding import CONVERSIONS, WantedValue
 from hookline.dispatch.compiler import (
     CallSignature,
     always_loaded,
@@ -19,8 +20,7 @@ from hookline.dispatch.compiler import (
     register_source,
 )
 from hookline.dispatch.entry import Entry
-from hookline.dispatch.value_forms import CONVERSIONS, WantedValue
-from hookline.errors import NotSuppliedError
+from hookline.errors import NotProvidedError
 from hookline.events import EVENTS, FLOWS
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Dispatcher:
             "clock": perf_counter_ns,
             "load_optional": _load_optional,
             "UNSET": object(),
-            "NotSupplied": NotSuppliedError,
+            "NotProvided": NotProvidedError,
             "skip_and_retry": self._skip_and_retry,
             "fail_and_retry": self._fail_and_retry,
             "handle_missing_args": self._handle_missing_args,
@@ -199,7 +199,7 @@ class Dispatcher:
         call = self.table.count_calls(entry, self.event)
         return self.table.manager.handle_failure(entry, self.event, call, error)
 
-    def _skip_and_retry(self, context: object, error: NotSuppliedError) -> None:
+    def _skip_and_retry(self, context: object, error: NotProvidedError) -> None:
         """Disable the hooks that lack an argument, then call the others: none was called yet."""
         manager = self.table.manager
         fatal = manager.handle_missing_args(self.entries, self.event, context, error)
@@ -213,7 +213,7 @@ class Dispatcher:
         """Fail the hooks that ask for what cannot be computed, call the others: none was yet."""
         failures = [_find_failure(signature, context) for signature in self._signatures]
         for failure in failures:
-            if isinstance(failure, NotSuppliedError):
+            if isinstance(failure, NotProvidedError):
                 self._skip_and_retry(context, failure)
                 return
         if failures.count(None) == len(failures):
@@ -233,7 +233,7 @@ class Dispatcher:
             raise fatal
 
     def _handle_missing_args(
-        self, i: int, context: object, error: NotSuppliedError
+        self, i: int, context: object, error: NotProvidedError
     ) -> Exception | None:
         manager = self.table.manager
         return manager.handle_missing_args([self.entries[i]], self.event, context, error)
@@ -261,7 +261,7 @@ def _step_of(context: Any) -> int | None:
     """Return the step that a loop has reached, or None if its context does not provide it."""
     try:
         return int(context.step)
-    except (AttributeError, NotSuppliedError, TypeError, ValueError):
+    except (AttributeError, NotProvidedError, TypeError, ValueError):
         return None
 
 
@@ -285,7 +285,7 @@ def _load_optional(
                 if wanted.key not in values:
                     values[wanted.key] = CONVERSIONS[form](value)
                 value = values[wanted.key]
-        except NotSuppliedError:
+        except NotProvidedError:
             continue  # the parameter keeps its default, and `**kwargs` does not contain it
         loaded[parameter] = value
     return loaded

@@ -188,9 +188,10 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
                 f"The name '{wanted}' is taken. Choose another with name=…, or pass replace=True."
             )
         return str.__str__(wanted)  # a subclass may have another text
-    automatic = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
+    own = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_group:  # built-ins: ConsoleLogHook is `console_log`
-        automatic = automatic.removesuffix("_hook")
+        own = own.removesuffix("_hook")
+    automatic = hook.hookline_entry_point or own
     if replace or automatic not in taken:
         return automatic
     return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)

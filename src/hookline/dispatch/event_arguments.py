@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hookline.context import StepContext
-from hookline.errors import NotSuppliedError, UnknownEventError, nearest
+from hookline.errors import NotProvidedError, UnknownEventError, nearest
 from hookline.events import NAMES, Event, find_event
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class EventArguments:
         if name == "step_in_progress":
             return self.step
         methods = self._manager.required_arguments(self._event.name).get(name, ["a schedule"])
-        raise NotSuppliedError(
+        raise NotProvidedError(
             f"{self._event.name} was fired without '{name}', which {', '.join(methods)} asks for. "
             f"Fire it with {name}=…, or give the parameter a default."
         )

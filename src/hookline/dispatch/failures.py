@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hookline.context import read_lazy
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.settings import HookSettings
-from hookline.errors import HookFailedError, HooklineError, NotSuppliedError, RandomNumberError
+from hookline.errors import HookFailedError, HooklineError, NotProvidedError, RandomNumberError
 from hookline.masking import mask_text
 
 log = logging.getLogger("hookline")
@@ -89,7 +89,7 @@ class FailureHandler:
         """
         errors = _find_missing_args(entries, event, context)
         if raise_error or not self._settings.isolate:
-            raise NotSuppliedError(
+            raise NotProvidedError(
                 *(
                     f"{entry.name} ({entry.bindings[event].label}): {error}"
                     for entry, error in errors.items()
@@ -129,14 +129,14 @@ class FailureHandler:
 
 def _find_missing_args(
     entries: Iterable[Entry], event: str, context: object
-) -> dict[Entry, NotSuppliedError]:
+) -> dict[Entry, NotProvidedError]:
     """Return the hooks that lack an argument, each with the error for the first one."""
-    errors: dict[Entry, NotSuppliedError] = {}
+    errors: dict[Entry, NotProvidedError] = {}
     for entry in entries:
         for argument in entry.required_arguments(event):
             try:
                 read_lazy(getattr(context, argument))
-            except NotSuppliedError as error:
+            except NotProvidedError as error:
                 errors[entry] = error
                 break
             except Exception:  # it cannot be computed: a failure of the hook, when it is called

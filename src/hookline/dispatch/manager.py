@@ -41,24 +41,24 @@ from hookline.dispatch.event_arguments import EventArguments, make_event_method
 from hookline.dispatch.failures import FailureHandler
 from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_order, find_place, registration_order
-from hookline.dispatch.settings import HookSettings, Schedule
+from hookline.dispatch.settings import HookLike, HookSettings, Registration, Schedule
 from hookline.errors import (
     ArgumentError,
     NameTakenError,
-    NotSuppliedError,
+    NotProvidedError,
     RegistrationError,
     listed,
 )
 from hookline.events import FLOWS, NAMES, find_event
 from hookline.hook import Hook, Ranks, as_hook
-from hookline.log_records import filter_log_records
+from hookline.printable import filter_log_records
 
 
 class HookManager:
     """The hooks of one run.
 
     Args:
-        hooks: hooks to register, in this order.
+        hooks: hooks to register, in this order; `every(…)` gives one a schedule.
         source: has the arguments of events as attributes; `fire` takes from it those not given.
         settings: how to treat failures and cost.
         on_change: called after hooks were added, removed or toggled; if it raises, the change is
@@ -69,7 +69,7 @@ class HookManager:
 
     def __init__(
         self,
-        hooks: Iterable[Hook] | HookManager | None = None,
+        hooks: Iterable[HookLike] | HookManager | None = None,
         *,
         source: object | None = None,
         settings: HookSettings | None = None,
@@ -118,7 +118,7 @@ class HookManager:
                 snake_case.
             kind: the kind of a function: "forward" or "update".
             every: call it in steps N, 2N, 3N … only.
-            sample_rate: call it in this share of the steps only.
+            sample_rate: call it in this fraction of the steps only.
             from_epoch: call it from this epoch on only.
             before: call it directly before the hook of this name.
             after: call it directly after the hook of this name.
@@ -183,7 +183,7 @@ class HookManager:
             entry.is_here = False
             self._table.deactivate(entry)
 
-    def register_hooks(self, hooks: Iterable[Hook] | HookManager) -> list[str]:
+    def register_hooks(self, hooks: Iterable[HookLike] | HookManager) -> list[str]:
         """Register several hooks in this order and return their names.
 
         Those of another manager keep their names, schedules, order and status.
@@ -194,7 +194,12 @@ class HookManager:
         if isinstance(hooks, Hook):
             message = f"hooks takes a list of hooks. Write hooks=[{type(hooks).__name__}(…)]."
             raise ArgumentError(message)
-        return [self.add_hook(hook) for hook in read_items("hooks", hooks, "a list of hooks")]
+        items = map(self._read_item, read_items("hooks", hooks, "a list of hooks"))
+        return [self.add_hook(item.hook, **item.options) for item in items]
+
+    def _read_item(self, item: Any) -> Registration:
+        """Return an item of a list of hooks as a registration."""
+        return item if isinstance(item, Registration) else Registration(item)
 
     def remove_hook(self, name: str) -> Hook:
         """Remove a hook and return it. It is not called any more, not even in this event."""
@@ -387,7 +392,7 @@ class HookManager:
         """Return whether a hook is due in the step in progress, for calls that are not events.
 
         Raises:
-            NotSuppliedError: the loop does not provide what the schedule needs.
+            NotProvidedError: the loop does not provide what the schedule needs.
         """
         schedule, source = self._entry(name).schedule, cast(Any, self.source)
         epoch = source.epoch if schedule.from_epoch else 0
@@ -403,7 +408,7 @@ class HookManager:
             return self.failures.handle_failure(entry, event, call, error)
 
     def handle_missing_args(
-        self, entries: Sequence[Entry], event: str, context: object, error: NotSuppliedError
+        self, entries: Sequence[Entry], event: str, context: object, error: NotProvidedError
     ) -> Exception | None:
         """Disable the hooks that require an argument which the loop does not provide.
 

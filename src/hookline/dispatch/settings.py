@@ -1,15 +1,17 @@
-"""HookSettings and Schedule: how a manager treats its hooks, and when a hook is due."""
+"""How a manager treats its hooks, when a hook is due, and a hook with its schedule in a list."""
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
 from hookline.arguments import check_flag, check_number, check_whole_number, show_value
 from hookline.errors import ArgumentError
+from hookline.hook import Hook
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Schedule:
 
     Args:
         every: call the hook in steps N, 2N, 3N, …
-        sample_rate: of these, call it in this share. The choice depends on the step and the hook's
-            name only, so it is the same on every rank and after resuming.
+        sample_rate: of these, call it in this fraction. The choice depends on the step and the
+            hook's name only, so it is the same on every rank and after resuming.
         from_epoch: call it from this epoch on, counted from 0.
     """
 
@@ -81,3 +83,34 @@ class Schedule:
     def samples(self, name: str, step: int) -> bool:
         """Return whether `sample_rate` selects this step for the hook of this name."""
         return zlib.crc32(f"{name}:{step}".encode()) < self.sample_rate * 2**32
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A hook of a list, with the arguments that `add_hook` registers it with; see `every`.
+
+    Attributes:
+        hook: the hook, its name, or a mapping as in a config file.
+        options: the arguments of `add_hook`.
+    """
+
+    hook: Any
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+HookLike = Hook | Registration | Mapping[str, Any] | str
+"""An item of a list of hooks: a hook, `every(…)`, or as in a config file a mapping or a name."""
+
+
+def every(steps: int, hook: HookLike, **options: Any) -> Registration:
+    """Return a hook that is called in steps N, 2N, 3N … only, for any list of hooks.
+
+        hookline.attach(model, optimizer, hooks=[hookline.every(100, GradientMonitor())])
+
+    Args:
+        steps: the number of steps, N.
+        hook: the hook; its name, or a mapping as in a config file, where names are known.
+        options: further arguments of `add_hook`, such as `name` or `ranks`.
+    """
+    check_whole_number("every(steps, …)", steps, 1)
+    return Registration(hook, {"every": steps, **options})

@@ -42,12 +42,12 @@ def require_metric(metrics: Mapping[str, Any], name: str, hook: str, trainer: An
     if name not in metrics:
         raise TrainingError(
             f"{hook} monitors the metric '{name}', which is missing.{nearest(name, metrics)} "
-            f"The metrics are: {listed(metrics)}.{_supply(name, trainer)}"
+            f"The metrics are: {listed(metrics)}.{_provision_hint(name, trainer)}"
         )
 
 
-def _supply(name: str, trainer: Any) -> str:
-    """Return a sentence about the call that supplies a metric, if it is up to the user's loop."""
+def _provision_hint(name: str, trainer: Any) -> str:
+    """Return a sentence about the call that provides a metric, if it is up to the user's loop."""
     if not hasattr(trainer, "validation"):
         return ""
     where, _, short = name.rpartition("/")

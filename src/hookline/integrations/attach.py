@@ -29,8 +29,9 @@ from hookline.arguments import (
     read_items,
     show_value,
 )
+from hookline.config.hook_items import make_registration
 from hookline.config.trainer_config import CheckpointConfig, checked_hparams
-from hookline.dispatch import HookManager, HookSettings
+from hookline.dispatch import HookLike, HookManager, HookSettings
 from hookline.errors import ArgumentError, listed
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.loop_checks import saves_checkpoints
@@ -64,7 +65,7 @@ class DefaultRuns(Enum):
 def attach(
     target: Any = None,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    hooks: Iterable[Hook] | HookManager = (),
+    hooks: Iterable[HookLike] | HookManager = (),
     *,
     schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
@@ -108,8 +109,9 @@ def attach(
             module that contains them in this order.
         optimizer: the optimizer of a bare loop or an Ignite engine, or several. A step is complete
             when each of them has stepped.
-        hooks: hooks to register, in this order; or a `HookRegistry`, whose hooks keep their names,
-            schedules and order.
+        hooks: hooks to register, in this order: hooks, `every(100, hook)`, or as in a config file
+            names and mappings, `{"name": "lr_monitor", "every": 10}`; or a `HookRegistry`, whose
+            hooks keep their names, schedules and order.
         schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
             loop steps them.
         scaler: the GradScaler, if the loop uses one; needed to see skipped steps. That of a
@@ -282,15 +284,17 @@ def _hooks(given: Any) -> Any:
     """Return the hooks in a list; the manager refuses a hook alone, with what to write instead."""
     if given is None or isinstance(given, Hook | HookManager):
         return given or []
-    return read_items("attach(…, hooks=…)", given, "a list of hooks")
+    items = read_items("attach(…, hooks=…)", given, "a list of hooks")
+    return [make_registration(item) for item in items]
 
 
 def _runs(given: Any, hooks: Any, trackers: Any) -> Any:
     """Return where runs are written: None, a folder, or a run that is open."""
     if isinstance(given, DefaultRuns):
         if isinstance(hooks, HookManager):
-            hooks = [hooks.get_hook(name) for name in hooks.list_hooks()]
-        own = [] if isinstance(hooks, Hook) else hooks  # one alone is refused later
+            own = [hooks.get_hook(name) for name in hooks.list_hooks()]
+        else:
+            own = [] if isinstance(hooks, Hook) else [one.hook for one in hooks]  # refused later
         records = any(getattr(hook, "hookline_records", False) for hook in own)
         records = records or trackers is not None or any(map(saves_checkpoints, own))
         return given.value if records else None

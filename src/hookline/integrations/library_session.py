@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from hookline.context import LazyFloat, to_float
-from hookline.errors import HooklineError, LoopError, NotSuppliedError
+from hookline.errors import HooklineError, LoopError, NotProvidedError
 from hookline.integrations.bare_loop.loop_phases import Batch
 from hookline.integrations.bare_loop.session import Session, is_single_number
 from hookline.integrations.library import Library, with_common_names
@@ -91,7 +91,7 @@ class LibrarySession(Session):
             if (listeners := self.hooks.listeners(event, needed=True))
         ]
         if problems and not self._allow_missing:
-            raise NotSuppliedError(
+            raise NotProvidedError(
                 f"Hooks need what {self.library.name} does not provide:",
                 *(f"  - {problem}" for problem in problems),
                 "Remove them, or attach with allow_missing=True: they are not called then.",

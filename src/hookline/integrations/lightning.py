@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hookline.arguments import check_name
-from hookline.dispatch import HookManager
+from hookline.dispatch import HookLike, HookManager
 from hookline.errors import LoopError
-from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
@@ -100,7 +99,7 @@ class HooklineCallback(_Callback):
 
     def __init__(
         self,
-        hooks: Iterable[Hook] | HookManager = (),
+        hooks: Iterable[HookLike] | HookManager = (),
         *,
         key: str | None = None,
         **options: Any,
@@ -119,7 +118,7 @@ class HooklineCallback(_Callback):
         self._host_step = 0  # under which the trainer logs what this batch gives
         self._metrics = LoggedMetrics()
 
-    def _make_session(self, hooks: Iterable[Hook] | HookManager) -> None:
+    def _make_session(self, hooks: Iterable[HookLike] | HookManager) -> None:
         self.session = LibrarySession(
             LIBRARY,
             callback_options(hooks, self._options),

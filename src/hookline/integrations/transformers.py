@@ -26,9 +26,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import rotate_checkpoints
 
 from hookline.checkpoint.completion_files import HOOKS_FOLDER
-from hookline.dispatch import HookManager
+from hookline.dispatch import HookLike, HookManager
 from hookline.errors import ArgumentError, LoopError
-from hookline.hook import Hook
 from hookline.integrations import session_state
 from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
@@ -85,7 +84,7 @@ class HooklineCallback(TrainerCallback):
 
     def __init__(
         self,
-        hooks: Iterable[Hook] | HookManager = (),
+        hooks: Iterable[HookLike] | HookManager = (),
         **options: Any,
     ) -> None:
         self.session = LibrarySession(LIBRARY, callback_options(hooks, options), forwards_logs=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
-from hookline.errors import NotSuppliedError
+from hookline.errors import NotProvidedError
 from hookline.loop.means import Means
 from hookline.tensors.global_norm import global_norm
 from hookline.updates.gradients import Gradients, NamedParameters
@@ -166,7 +166,7 @@ class EventContext:
         """Return a field of `ctx`; without a value, one whose access raises the error."""
         try:
             return getattr(self, name)
-        except NotSuppliedError as error:
+        except NotProvidedError as error:
             return NotProvided(str(error))
 
     @property
@@ -187,7 +187,7 @@ class EventContext:
         for key, read in readers.items():
             try:
                 known[key] = read()
-            except NotSuppliedError as error:
+            except NotProvidedError as error:
                 absent[key] = str(error)
         known |= {"model_params": self.model_params, "status": self.status}
         return State(known, absent)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import NotSuppliedError, RegistrationError
+from hookline.errors import NotProvidedError, RegistrationError
 from hookline.interrupts import HeldInterrupts
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Site, arrange_sites
@@ -129,7 +129,7 @@ class ProbeSync:
                 try:
                     if not is_due():
                         return None
-                except NotSuppliedError:
+                except NotProvidedError:
                     return guarded(is_due)  # it fails again, as a failure of the probe
             return guarded(function, *args)
 

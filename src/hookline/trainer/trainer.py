@@ -43,7 +43,7 @@ from hookline.config.hook_items import make_hook, split_hooks
 from hookline.config.registry import HookRegistry
 from hookline.config.trainer_config import HooksConfig, TrainerConfig, checked_hparams
 from hookline.context import LazyFloat, Metrics
-from hookline.dispatch import HookManager
+from hookline.dispatch import HookLike, HookManager
 from hookline.errors import (
     ArgumentError,
     CheckpointError,
@@ -158,7 +158,7 @@ class Trainer:
         loss_fn: Callable[..., Any] | None = None,
         step_fn: Callable[..., Any] | None = None,
         tokens_fn: Callable[[Any], int] | Literal["auto"] | None = "auto",
-        hooks: Iterable[Hook] | HookManager | Mapping[str, Any] = (),
+        hooks: Iterable[HookLike] | HookManager | Mapping[str, Any] = (),
         hparams: Mapping[str, Any] | None = None,
         name: str | None = None,
         tags: Iterable[str] = (),
@@ -221,7 +221,7 @@ class Trainer:
         self.loop.listen()
 
     def _make_hooks(
-        self, hooks: Iterable[Hook] | HookManager | Mapping[str, Any], listed_hooks: Any
+        self, hooks: Iterable[HookLike] | HookManager | Mapping[str, Any], listed_hooks: Any
     ) -> tuple[HookRegistry, EventContext]:
         processes, tokens = self.strategy.processes, self.token_count
         context = tokens.context = EventContext(self, tokens.read_absent)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import HooklineError, LoopError, NotSuppliedError
+from hookline.errors import HooklineError, LoopError, NotProvidedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
 from hookline.integrations.patches import find_frame
@@ -106,11 +106,11 @@ class Requirements:
     def read_absent(self, name: str) -> Any:
         """Raise for an argument that this loop has not provided."""
         if name == "loss":
-            raise NotSuppliedError(f"This loop has not provided 'loss'{self.why_no_loss}")
+            raise NotProvidedError(f"This loop has not provided 'loss'{self.why_no_loss}")
         if name not in _ARGUMENTS:
             raise AttributeError(f"The event context has no '{name}'.")
         call = self.calls[_ARGUMENTS[name]]
-        raise NotSuppliedError(f"This loop has not provided '{name}'. {call}")
+        raise NotProvidedError(f"This loop has not provided '{name}'. {call}")
 
     def unmet(self, hooks: HookManager, needs: Iterable[str] = CALLS) -> Iterator[str]:
         """Yield a line for everything that hooks need and the loop has not provided."""
@@ -238,7 +238,7 @@ class LoopChecks:
         if problems and self.is_first_step and not self.allow_missing:
             problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
             lines = (f"  - {problem}" for problem in problems)
-            self._refuse(NotSuppliedError("Hooks need what this loop does not provide:", *lines))
+            self._refuse(NotProvidedError("Hooks need what this loop does not provide:", *lines))
         for problem in problems:
             self.warn_once(problem, problem)
 

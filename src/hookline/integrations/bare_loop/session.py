@@ -45,7 +45,7 @@ from hookline.errors import (
     ArgumentError,
     HooklineError,
     LoopError,
-    NotSuppliedError,
+    NotProvidedError,
     StopTraining,
     listed,
 )
@@ -684,7 +684,7 @@ class Session:
         try:
             dispatch(self.loop.context)
             self._event_ended()
-        except NotSuppliedError:
+        except NotProvidedError:
             if self.hooks.raise_on_missing_args:  # for all that is known by now
                 needs = CALLS if event.startswith("on_train_batch") else ("config", "run")
                 self._watch.checks.raise_or_warn(list(self._requirements.unmet(self.hooks, needs)))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -39,7 +39,7 @@ from pydantic_core import CoreSchema
 
 from hookline.config.config_model import UNKNOWN_FIELD_ERRORS, Config, describe_fields
 from hookline.config.trainer_config import TrainerConfig
-from hookline.config_files.config_tree import (
+from hookline.config_files.tree import (
     MAX_PROBLEMS,
     ConfigTree,
     FileError,
@@ -55,6 +55,7 @@ from hookline.errors import nearest
 _TAGS = ("(one)", "(list)", "(named)")
 """The names of a section's forms, which pydantic puts into the path of an error."""
 
+_Model = TypeVar("_Model", bound=Config)
 _TRACKER_NAME = r"^[\w-]+$"
 _PATH = r"^[^\W\d]\w*(\.[^\W\d]\w*)+$"
 
@@ -96,6 +97,20 @@ class ObjectConfig(StringShorthand):
         description="its arguments by name; an argument that is a mapping with `class_path` is "
         "created first, or with `call: false` passed as the class or function itself",
     )
+
+
+class InnerObject(ObjectConfig):
+    """An object among the arguments of another one."""
+
+    call: bool = Field(
+        default=True, strict=True, description="false: the class or function itself is passed"
+    )
+
+    @model_validator(mode="after")
+    def _is_called_with_arguments(self) -> Self:
+        if not self.call and self.init_args:
+            raise ValueError("With `call: false` nothing is called. Remove the arguments")
+        return self
 
 
 class GroupConfig(Config):
@@ -318,22 +333,28 @@ def validate(tree: ConfigTree) -> TrainingConfig:
     """Return the configuration as a `TrainingConfig`; raise a `FileError` that names every key."""
     if "trust" in tree.values:
         raise FileError([tree.problem(("trust",), _TRUST_IN_FILE)])
+    return validate_as(TrainingConfig, tree.values, tree)
+
+
+def validate_as(model: type[_Model], values: Any, tree: ConfigTree, key: Key = ()) -> _Model:
+    """Return the values of a key as a model; raise a `FileError` that names every wrong key."""
     try:
-        return TrainingConfig.model_validate(tree.values)
+        return model.model_validate(values)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    raise FileError([_describe(tree, dict(one)) for one in found[:MAX_PROBLEMS]], len(found))
+    problems = [_describe(tree, model, key, dict(one)) for one in found[:MAX_PROBLEMS]]
+    raise FileError(problems, len(found))
 
 
-def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
+def _describe(tree: ConfigTree, model: type[Config], within: Key, error: dict[str, Any]) -> Problem:
     path: Key = error["loc"]
-    key = tuple(part for part in path if part not in _TAGS)
+    key = (*within, *(part for part in path if part not in _TAGS))
     if error["type"] in UNKNOWN_FIELD_ERRORS:
-        name, known = str(path[-1]), _fields_at(path[:-1])
+        name, known = str(path[-1]), _fields_at(model, path[:-1])
         hint = f" The keys here are: {', '.join(known)}." if known else ""
         return tree.problem(key, f"Unknown key '{shorten(name, 80)}'.{nearest(name, known)}{hint}")
     if error["type"] == "missing":
-        meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
+        meaning = _fields_at(model, path[:-1]).get(str(path[-1]), "")
         file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
         hint = f" Expected {meaning}." if meaning else ""
         return Problem(file, line, format_key(key), f"The key is missing.{hint}")
@@ -345,7 +366,7 @@ def _expectation(error: dict[str, Any]) -> str:
     if error["type"] in ("model_type", "dict_type"):
         is_union = context.get("class_name") == HooksByKind.__name__
         hint = " or a list" if is_union else ""
-        return f"Expected a mapping{hint}{_colon_hint(error['input'])}"
+        return f"Expected a mapping{hint}"
     if error["type"] == "string_pattern_mismatch" and context["pattern"] == _TRACKER_NAME:
         return "Expected the name of a tracker, one of Hookline's or of an installed package"
     if error["type"] == "string_pattern_mismatch":
@@ -355,18 +376,7 @@ def _expectation(error: dict[str, Any]) -> str:
     return str(error["msg"])
 
 
-def _colon_hint(value: Any) -> str:
-    """Return that a colon or its space is missing, if a value looks like a key and its value."""
-    words = value.split() if isinstance(value, str) else []
-    name, colon, rest = words[0].partition(":") if words else ("", "", "")
-    if name.isidentifier() and colon and rest:
-        return f". A space is missing after the colon: `{name}: {rest}`"
-    if len(words) < 2 or not words[0].isidentifier():
-        return ""
-    return f". A colon is missing: `{words[0]}: {words[1]}`"
-
-
-def _fields_at(path: Key) -> dict[str, str]:
+def _fields_at(model: type[Config], path: Key) -> dict[str, str]:
     if path[:2] == ("hooks", "(one)"):
         return describe_fields(HooksByKind, path[2:])
-    return describe_fields(TrainingConfig, path)
+    return describe_fields(model, path)

@@ -18,10 +18,11 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from hookline.config_files.config_tree import FileError, Key, Problem, format_value
+from hookline.config_files.tree import FileError, Key, Problem, format_value
 from hookline.errors import listed, nearest
 from hookline.files.limits import file_limits
 from hookline.files.regular_files import open_regular_file
+from hookline.files.strict_json import parse_json
 
 MAX_DEPTH = 40
 MAX_VALUES = 20_000  # a second to parse; YAML aliases can multiply values until memory is full
@@ -38,8 +39,10 @@ _YAML_HINTS = {  # by what the parser says
     "quoted scalar": "A quote is not closed.",
     "flow mapping": "A '{' is not closed, or a comma is missing.",
     "flow sequence": "A '[' is not closed, or a comma is missing.",
-    "mapping values are not allowed": "The line is indented more than those above it, a space is "
-    "missing after a colon, or a value that contains ': ' needs quotes.",
+    "mapping values are not allowed": "The line above lacks a colon or the space after it, this "
+    "line is indented more than those above it, or a value that contains ': ' needs quotes.",
+    "could not find expected ':'": "A colon is missing, or the space after it.",
+    "<document start>": "The line above lacks a colon or the space after it.",
     "<block end>": "The line is indented otherwise than those above it. Keys of one mapping, and "
     "items of one list, need the same indentation.",
 }
@@ -66,21 +69,11 @@ class _ParseError(Exception):
         self.text, self.line = text, line
 
 
-def parse_file(
-    path: Path,
-    name: str | None = None,
-    max_bytes: int | None = None,
-    target: Path | None = None,
-) -> ParsedFile:
-    """Return the values of a file, which are a mapping; `name` is its name in messages.
-
-    `target` is the file that the path is a link to, if the link may be followed.
-    """
-    name = str(path) if name is None else name
+def parse_file(path: Path, name: str, max_bytes: int) -> ParsedFile:
+    """Return the values of a file, which are a mapping; `name` is its name in messages."""
     try:
-        parse = _parser(path)
-        max_bytes = file_limits.config_bytes if max_bytes is None else max_bytes
-        contents = _read(path if target is None else target, max_bytes)
+        parse = _parser(Path(name))
+        contents = _read(path, max_bytes)
         parsed = parse(_decode(contents))
         if parsed.values is None:
             parsed.values = {}  # an empty file
@@ -197,41 +190,15 @@ def _parse_yaml(text: str) -> ParsedFile:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark, lines = error.problem_mark or error.context_mark, text.split("\n")
-        line = _line_without_colon(error, lines)
-        if line is not None:
-            found = lines[line - 1].split("#")[0].strip()
-            key = found.removeprefix("-").split()[0]
-            expected = f"`{key}: …`" if found != f"- {key}" else f"`- name: {key}`"
-            reason = f"There is no colon in {format_value(found)}; expected {expected}."
-        else:
-            line = None if mark is None else mark.line + 1
-            reason = _explain_yaml(error)
-        raise _ParseError(f"Not valid YAML: {reason}", line) from None
+        mark = error.problem_mark or error.context_mark
+        line = None if mark is None else mark.line + 1
+        raise _ParseError(f"Not valid YAML: {_explain_yaml(error)}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reason = f"the character {chr(error.character)!r} is not allowed"
         raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except RecursionError:
         raise _ParseError(_TOO_DEEP) from None
-
-
-def _line_without_colon(error: yaml.MarkedYAMLError, lines: list[str]) -> int | None:
-    """Return the line of a key that lacks its colon; None if something else is wrong."""
-    problem, mark = error.problem or "", error.problem_mark
-    if mark is None or mark.line >= len(lines) or "flow" in (error.context or ""):
-        return None
-    if "could not find expected ':'" in problem and error.context_mark is not None:
-        found = error.context_mark.line
-    elif "mapping values are not allowed" in problem or "<document start>" in problem:
-        # The line is taken for the continuation of the one before, which is no key.
-        above = [i for i in range(mark.line) if lines[i].split("#")[0].strip()]
-        found = above[-1] if above else mark.line
-    else:
-        return None
-    text = lines[found].split("#")[0].strip()
-    is_key = re.match(r"(?:- *)?[\w.-]+(?: |$)", text) is not None and ":" not in text
-    return found + 1 if is_key and not text.endswith((",", "[", "{")) else None
 
 
 def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
@@ -346,26 +313,16 @@ def _unknown_tag(node: Any, key: Key) -> _ParseError:
 
 def _parse_json(text: str) -> ParsedFile:
     try:
-        loaded = json.loads(text, object_pairs_hook=_unique_pairs)
+        parsed = _to_plain(parse_json(text.encode()))
     except json.JSONDecodeError as error:
         raise _ParseError(f"Not valid JSON: {error.msg}.", error.lineno) from None
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise _ParseError(f"Not valid JSON: {error}.") from None
-    parsed = _to_plain(loaded)
     # YAML includes JSON, apart from tabs, which JSON does not allow within strings, and from rare
     # characters that only JSON allows: then there are no lines.
     with suppress(_ParseError):
         parsed.lines = _parse_yaml(text.replace("\t", " ")).lines
     return parsed
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in mapping:
-            raise _ParseError(f"Duplicate key '{name}'.")
-        mapping[name] = value
-    return mapping
 
 
 # -- TOML -----------------------------------------------------------------------------------------

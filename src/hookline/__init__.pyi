@@ -1,0 +1,107 @@
+"""The public names; written by `make generate` from `hookline/__init__.py`."""
+
+from hookline import config_files as config_files
+from hookline import probes as probes
+from hookline import updates as updates
+from hookline._version import __version__ as __version__
+from hookline.config.registry import HookRegistry as HookRegistry
+from hookline.config.trainer_config import HooksConfig as HooksConfig
+from hookline.config.trainer_config import TrainerConfig as TrainerConfig
+from hookline.context import LazyFloat as LazyFloat
+from hookline.context import Metrics as Metrics
+from hookline.context import StepContext as StepContext
+from hookline.dispatch import HookInfo as HookInfo
+from hookline.dispatch import HookManager as HookManager
+from hookline.dispatch import HookRunner as HookRunner
+from hookline.dispatch import HookSettings as HookSettings
+from hookline.dispatch import Schedule as Schedule
+from hookline.dispatch import StateReport as StateReport
+from hookline.dispatch import Summary as Summary
+from hookline.dispatch import every as every
+from hookline.errors import ArgumentError as ArgumentError
+from hookline.errors import CheckpointError as CheckpointError
+from hookline.errors import CollectiveError as CollectiveError
+from hookline.errors import ConfigError as ConfigError
+from hookline.errors import HookConfigError as HookConfigError
+from hookline.errors import HookFailedError as HookFailedError
+from hookline.errors import HookStateError as HookStateError
+from hookline.errors import HooklineError as HooklineError
+from hookline.errors import LoopError as LoopError
+from hookline.errors import NameTakenError as NameTakenError
+from hookline.errors import NotAHookError as NotAHookError
+from hookline.errors import NotProvidedError as NotProvidedError
+from hookline.errors import ObserverError as ObserverError
+from hookline.errors import OrderError as OrderError
+from hookline.errors import ProbeError as ProbeError
+from hookline.errors import RandomNumberError as RandomNumberError
+from hookline.errors import RegistrationError as RegistrationError
+from hookline.errors import RunError as RunError
+from hookline.errors import SignatureError as SignatureError
+from hookline.errors import StopTraining as StopTraining
+from hookline.errors import TrainingError as TrainingError
+from hookline.errors import UnknownEventError as UnknownEventError
+from hookline.errors import UnknownHookError as UnknownHookError
+from hookline.errors import UnknownMetricError as UnknownMetricError
+from hookline.events import EVENTS as EVENTS
+from hookline.files.limits import file_limits as file_limits
+from hookline.hook import ForwardHook as ForwardHook
+from hookline.hook import Hook as Hook
+from hookline.hook import UpdateHook as UpdateHook
+from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook as CheckpointHook
+from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+from hookline.hooks.checkpointing.upload import UploadHook as UploadHook
+from hookline.hooks.debugging.debug_hook import DebugHook as DebugHook
+from hookline.hooks.monitoring.activation_stats import ActivationStats as ActivationStats
+from hookline.hooks.monitoring.attention_monitor import AttentionMonitor as AttentionMonitor
+from hookline.hooks.monitoring.console_log import ConsoleLogHook as ConsoleLogHook
+from hookline.hooks.monitoring.gradient_monitor import GradientMonitor as GradientMonitor
+from hookline.hooks.monitoring.gradient_noise_scale import GradientNoiseScale as GradientNoiseScale
+from hookline.hooks.monitoring.json_log import JSONLogHook as JSONLogHook
+from hookline.hooks.monitoring.logging_hook import LoggingHook as LoggingHook
+from hookline.hooks.monitoring.logit_monitor import LogitMonitor as LogitMonitor
+from hookline.hooks.monitoring.loss_spike_detector import LossSpikeDetector as LossSpikeDetector
+from hookline.hooks.monitoring.lr_monitor import LRMonitor as LRMonitor
+from hookline.hooks.monitoring.optimizer_monitor import OptimizerMonitor as OptimizerMonitor
+from hookline.hooks.monitoring.outlier_monitor import OutlierMonitor as OutlierMonitor
+from hookline.hooks.monitoring.runtime_profile import RuntimeProfile as RuntimeProfile
+from hookline.hooks.monitoring.sharpness import Sharpness as Sharpness
+from hookline.hooks.monitoring.torch_profiler import TorchProfiler as TorchProfiler
+from hookline.hooks.notification.heartbeat import Heartbeat as Heartbeat
+from hookline.hooks.notification.notification_hook import NotificationHook as NotificationHook
+from hookline.hooks.optimization.early_stopping import EarlyStopping as EarlyStopping
+from hookline.hooks.optimization.ema import EMA as EMA
+from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
+from hookline.integrations.attach import attach as attach
+from hookline.integrations.bare_loop import LoadedCheckpoint as LoadedCheckpoint
+from hookline.integrations.bare_loop import Session as Session
+from hookline.probes.capture import probe as probe
+from hookline.probes.taps import tap as tap
+from hookline.report import Report as Report
+from hookline.report import make_report as make_report
+from hookline.runs import get_last_checkpoint as get_last_checkpoint
+from hookline.runs import open_run as open_run
+from hookline.tensors.full_tensor import full_tensor as full_tensor
+from hookline.trackers import TrackedRun as TrackedRun
+from hookline.trackers import TrackedValue as TrackedValue
+from hookline.trackers import Tracker as Tracker
+from hookline.trainer.trainer import Trainer as Trainer
+from hookline.trainer.trainer_kinds import AccelerateTrainer as AccelerateTrainer
+from hookline.trainer.trainer_kinds import get_trainer as get_trainer
+from hookline.updates import AGC as AGC
+from hookline.updates import Centralize as Centralize
+from hookline.updates import ClipNorm as ClipNorm
+from hookline.updates import ClipValue as ClipValue
+from hookline.updates import EMAFilter as EMAFilter
+from hookline.updates import Identity as Identity
+from hookline.updates import Mask as Mask
+from hookline.updates import Noise as Noise
+from hookline.updates import Scale as Scale
+from hookline.updates import SkipNonfinite as SkipNonfinite
+from hookline.verification.verifier import verify as verify
+
+TrainerHooks = Hook
+TrainingHook = Hook
+GenericTrainer = Trainer
+BaseTrainer = Trainer
+SimpleTrainer = Trainer
+NotSuppliedError = NotProvidedError
