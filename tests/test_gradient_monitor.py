@@ -23,7 +23,7 @@ import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.runs.jsonl_reader import read_records
 from hookline.tensors.parameter_names import match_names
-from hookline.tensors.tensor_statistics import TensorStatistics
+from hookline.tensors.statistics import TensorStatistics
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 

@@ -221,12 +221,6 @@ def test_an_address_is_fetched_again_when_it_is_time():
     assert len(got) == 4  # the start, and three batches
 
 
-def test_a_redirected_address_is_fetched_where_it_leads():
-    with server() as (url, got), server(moved_to=url) as (old, asked):
-        train(Heartbeat(url=old))
-    assert asked == got == ["/ping/secret"]
-
-
 def test_with_both_the_file_is_written_and_the_address_fetched(tmp_path):
     path = tmp_path / "beat.json"
     with server() as (url, got):

@@ -12,7 +12,6 @@ from torch import nn
 
 from hookline.arguments import read_items, show_value
 from hookline.errors import ConfigError, listed
-from hookline.printable import printable
 from hookline.tensors.module_classes import module_class
 from hookline.tensors.name_patterns import (
     ModulePlace,
@@ -153,7 +152,7 @@ def _chooses(predicate: Predicate, place: ModulePlace) -> bool:
     except Exception as error:
         raise ConfigError(
             f"The function that chooses modules, {show_value(predicate)}, raised "
-            f"{type(error).__name__} for the module '{printable(place.name)}': "
+            f"{type(error).__name__} for the module '{place.name}': "
             f"{show_value(str(error))}. It must take a name and a module."
         ) from error
 

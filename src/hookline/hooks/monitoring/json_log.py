@@ -8,14 +8,13 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.arguments import user_path
+from hookline.arguments import show_value, user_path
 from hookline.checkpoint.checkpoint_manifest import is_count
 from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
 from hookline.hook import HookGroup
 from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
-from hookline.printable import printable
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now
@@ -69,7 +68,7 @@ class JSONLogHook(BuiltIn):
             CheckpointError: The position is not the size of a file.
         """
         if not is_count(state.get("size", 0)):
-            raise CheckpointError(f"The size of the log is {printable(state['size'], 40)}.")
+            raise CheckpointError(f"The size of the log is {show_value(state['size'])}.")
         self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:

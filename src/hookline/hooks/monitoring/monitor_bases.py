@@ -16,7 +16,7 @@ from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.parameter_names import named_parameters
-from hookline.tensors.tensor_statistics import Columns, TensorStatistics
+from hookline.tensors.statistics import Columns, TensorStatistics
 
 log = logging.getLogger("hookline")
 

@@ -14,7 +14,7 @@ from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.sharded import local
-from hookline.tensors.tensor_statistics import merge_ranks
+from hookline.tensors.statistics import merge_ranks
 
 
 class OptimizerMonitor(ParameterMonitor):
