@@ -611,9 +611,8 @@ def test_the_flow_of_gradients_is_that_of_the_parameters() -> None:
         linear = model.layers[i].linear
         gradient = torch.cat([linear.weight.grad.flatten(), linear.bias.grad])
         assert row.norm == pytest.approx(float(gradient.norm()))
-        assert row.mean_abs == pytest.approx(float(gradient.abs().mean()))
         assert row.zeros == 0
-        assert row.mark == ""
+        assert row.problem == ""
     assert flow.rows[0].ratio is None
     assert flow.rows[1].ratio == pytest.approx(flow.rows[1].norm / flow.rows[0].norm)  # type: ignore[operator]
     assert flow.first_bad is None
@@ -621,7 +620,7 @@ def test_the_flow_of_gradients_is_that_of_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "mark"),
+    ("factor", "problem"),
     [
         (1e-12, "vanishes"),
         (1e-25, "vanishes"),
@@ -630,7 +629,7 @@ def test_the_flow_of_gradients_is_that_of_the_parameters() -> None:
         (math.nan, "not finite"),
     ],
 )
-def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, mark: str) -> None:
+def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, problem: str) -> None:
     class Scaled(Layer):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
@@ -644,23 +643,23 @@ def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, mark: s
         assert flow.first_bad == "layers.3.linear"
         return
     assert flow.first_bad == "layers.1.linear"
-    assert [row.mark for row in flow.rows] == ["", "", mark, mark]
+    assert [row.problem for row in flow.rows] == ["", "", problem, problem]
     lines = str(flow).splitlines()
-    assert lines[0].split() == ["layer", "norm", "mean", "abs", "zeros", "ratio"]
+    assert lines[0].split() == ["layer", "norm", "zeros", "ratio"]
     assert lines[3].startswith("layers.1.linear")
-    assert lines[3].endswith(mark)
-    assert lines[-1] == f"The first layer with a problem: 'layers.1.linear' ({mark})."
+    assert lines[3].endswith(problem)
+    assert lines[-1] == f"The first layer with a problem: 'layers.1.linear' ({problem})."
 
 
 def test_thresholds_modules_and_layers_without_gradients() -> None:
     model = Model()
-    assert {row.mark for row in gradient_flow(model).rows} == {"no gradient"}
+    assert {row.problem for row in gradient_flow(model).rows} == {"no gradient"}
     backward(model)
     assert gradient_flow(model, vanishing=0.999).first_bad is not None
     assert [row.layer for row in gradient_flow(model, "layers.1.linear").rows] == [
         "layers.1.linear"
     ]
-    assert gradient_flow(model, exploding=1e-6).rows[1].mark == "explodes"
+    assert gradient_flow(model, exploding=1e-6).rows[1].problem == "explodes"
     model.layers[0].requires_grad_(False)
     assert len(gradient_flow(model).rows) == 3
     with torch.no_grad():
@@ -693,12 +692,12 @@ def test_options_of_the_flow_probe() -> None:
     model, probe = Model(), GradientFlow("layers.*", vanishing=0.999, exploding=1e9)
     probe.attach(model)
     backward(model)
-    assert "vanishes" in [row.mark for row in probe.table().rows]
+    assert "vanishes" in [row.problem for row in probe.table().rows]
     probe.detach()
     probe = GradientFlow("layers.*", exploding=1e-9)
     probe.attach(model)
     backward(model)
-    assert probe.table().rows[1].mark == "explodes"
+    assert probe.table().rows[1].problem == "explodes"
     probe.detach()
 
 
@@ -718,7 +717,6 @@ def test_in_a_compiled_model_outputs_are_checked_and_gradients_said_not_to_be(
     model(x_of())
     probe.detach()
     assert [finding.module for finding in probe.findings] == ["layers.1", "layers.1"]
-    assert probe.findings[0].states[0].output.isnan().all()
     said = [r for r in caplog.records if "cannot see gradients" in r.getMessage()]
     assert len(said) == 1
 

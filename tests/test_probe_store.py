@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.errors import ArgumentError, ConfigError, HooklineError
+from hookline.errors import ConfigError, HooklineError
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.store import Counts, Store
 from hookline.tensors.nested import NotCopied, map_tensors, tensors_in

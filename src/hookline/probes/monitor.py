@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -22,48 +21,10 @@ from hookline.probes.probe import Probe
 from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.sharded import local, nested_values
-from hookline.tensors.statistics import merge_moments, moments
+from hookline.tensors.statistics import Totals, moments
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, record_time
 
 _MAX_UNREAD = 4096  # measurements on the device before they are read
-
-
-@dataclass(slots=True)
-class _Totals:
-    """The statistics of one module's values, on the host; moments are of the finite ones."""
-
-    size: int = 0
-    finite: float = 0
-    mean: float = 0.0
-    squares: float = 0.0  # the sum of squared distances from the mean
-    low: float = math.inf
-    high: float = -math.inf
-    zeros: float = 0
-    custom: dict[str, tuple[float, int]] = field(default_factory=dict[str, tuple[float, int]])
-    """By function: the sum of its values, and how many."""
-
-    def add(self, size: int, row: Sequence[float]) -> None:
-        """Add a tensor of this size, with its `moments`."""
-        finite, mean, squares, low, high, zeros = row
-        self.size += size
-        known = (self.finite, self.mean, self.squares)
-        self.finite, self.mean, self.squares = merge_moments([known, (finite, mean, squares)])
-        self.low, self.high = min(self.low, low), max(self.high, high)
-        self.zeros += zeros
-
-    def metric(self, name: str) -> float:
-        """Return one of the statistics."""
-        if name == "zeros":
-            return self.zeros / self.size
-        if name == "nonfinite":
-            return self.size - int(self.finite)
-        if not self.finite and name != "norm":
-            return math.nan
-        if name == "std":  # of the population: divided by the count, not the count less 1
-            return math.sqrt(self.squares / self.finite)
-        if name == "norm":
-            return math.sqrt(self.squares + self.finite * self.mean**2) if self.finite else math.nan
-        return {"mean": self.mean, "min": self.low, "max": self.high}[name]
 
 
 DEFAULT_METRICS = ("mean", "std", "min", "max", "zeros", "nonfinite", "norm")
@@ -116,7 +77,7 @@ class Monitor(BuiltIn, Probe):
     probe_name = "monitor"
     wants_input = False
     _results = (
-        *("_lock", "_measured", "_unread", "_totals", "_memory"),
+        *("_lock", "_measured", "_unread", "_totals", "_custom", "_memory"),
         *("_step", "_forward", "_backward"),
     )
 
@@ -167,7 +128,8 @@ class Monitor(BuiltIn, Probe):
         self._step: int | None = None  # the one that was measured
         # Module, function (None for moments), size and value of each measurement.
         self._unread: deque[tuple[str, str | None, int, Any]] = deque()
-        self._totals: dict[str, _Totals] = {}
+        self._totals: dict[str, Totals] = {}
+        self._custom: dict[tuple[str, str], tuple[float, int]] = {}  # sum and number of values
         self._memory: dict[str, int] = {}
         self._forward, self._backward = Times(), BackwardTimes()
 
@@ -244,12 +206,11 @@ class Monitor(BuiltIn, Probe):
         measured = [self._unread.popleft() for _ in range(len(self._unread))]
         values = read_tensors(value for *_, value in measured)
         for (module, function, size, _), value in zip(measured, values, strict=True):
-            totals = self._totals.setdefault(module, _Totals())
             if function is None:
-                totals.add(size, value)
+                self._totals.setdefault(module, Totals()).add(size, value)
             else:
-                total, calls = totals.custom.get(function, (0.0, 0))
-                totals.custom[function] = total + value, calls + 1
+                total, calls = self._custom.get((module, function), (0.0, 0))
+                self._custom[module, function] = total + value, calls + 1
 
     def on_train_start(self) -> None:
         """Discard what was measured before training."""
@@ -277,27 +238,30 @@ class Monitor(BuiltIn, Probe):
         """
         with self._lock:
             self._read()
-            found: dict[str, dict[str, Any]] = {
-                module: self._metrics_of(totals) for module, totals in self._totals.items()
-            }
+            found: dict[str, dict[str, Any]] = {}
+            for module, totals in self._totals.items():
+                found[module] = self._metrics_of(totals)
+            for (module, function), (total, calls) in self._custom.items():
+                found.setdefault(module, {})[function] = total / calls
             costs: dict[str, Mapping[str, float]] = {
                 "forward_time_ms": self._forward.sums(reset=reset),
                 "backward_time_ms": self._backward.sums(reset=reset),
                 "memory": self._memory,
             }
             if reset:
-                self._measured, self._totals, self._memory = False, {}, {}
+                self._measured = False
+                self._totals, self._custom, self._memory = {}, {}, {}
         for metric, values in costs.items():
             for name, value in values.items():
                 found.setdefault(name, {})[metric] = value
         return self._sort(found)
 
-    def _metrics_of(self, totals: _Totals) -> dict[str, float]:
-        values = {name: total / calls for name, (total, calls) in totals.custom.items()}
-        if totals.size:
-            values |= {name: totals.metric(name) for name in self._statistics}
-            if totals.finite < totals.size:
-                values["nonfinite"] = totals.metric("nonfinite")
+    def _metrics_of(self, totals: Totals) -> dict[str, float]:
+        if not totals.size:
+            return {}
+        values = {name: totals.metric(name) for name in self._statistics}
+        if totals.finite < totals.size:
+            values["nonfinite"] = totals.metric("nonfinite")
         return values
 
     def _sort(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

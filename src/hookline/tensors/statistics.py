@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -285,6 +286,42 @@ def merge_moments(parts: Iterable[tuple[float, float, float]]) -> tuple[float, f
     mean = math.fsum(n * m for n, m, _ in parts) / max(number, 1)
     squares = math.fsum(s + n * (m - mean) * (m - mean) for n, m, s in parts)
     return number, mean, squares
+
+
+@dataclass(slots=True)
+class Totals:
+    """The statistics of values that come one after another, such as a module's, on the host."""
+
+    size: int = 0
+    finite: float = 0
+    mean: float = 0.0
+    squares: float = 0.0  # the sum of squared distances from the mean
+    low: float = math.inf
+    high: float = -math.inf
+    zeros: float = 0
+
+    def add(self, size: int, row: Sequence[float]) -> None:
+        """Add a tensor of this size, with its `moments`."""
+        finite, mean, squares, low, high, zeros = row
+        self.size += size
+        known = (self.finite, self.mean, self.squares)
+        self.finite, self.mean, self.squares = merge_moments([known, (finite, mean, squares)])
+        self.low, self.high = min(self.low, low), max(self.high, high)
+        self.zeros += zeros
+
+    def metric(self, name: str) -> float:
+        """Return one of the statistics."""
+        if name == "zeros":
+            return self.zeros / self.size
+        if name == "nonfinite":
+            return self.size - int(self.finite)
+        if not self.finite and name != "norm":
+            return math.nan
+        if name == "std":  # of the population: divided by the count, not the count less 1
+            return math.sqrt(self.squares / self.finite)
+        if name == "norm":
+            return math.sqrt(self.squares + self.finite * self.mean**2) if self.finite else math.nan
+        return {"mean": self.mean, "min": self.low, "max": self.high}[name]
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,9 +22,20 @@ from hookline.tensors.name_patterns import module_places
 
 _FUSED = torch.nn.functional.scaled_dot_product_attention
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
-_MULTI_HEAD_SIGNATURE = inspect.signature(_MULTI_HEAD)
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
 _BLOCK = 1 << 22  # logits that are computed at once
+
+
+def _without_dispatch(function: Any) -> Any:
+    """Return a function of torch that does not hand its call to a `TorchFunctionMode` first."""
+    variables = {**function.__globals__, "has_torch_function": lambda _: False}
+    copied = FunctionType(function.__code__, variables, argdefs=function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_PLAIN_MULTI_HEAD = _without_dispatch(_MULTI_HEAD)
+"""Within it, softmax and fused attention are seen."""
 
 
 class AttentionMonitor(ModuleMonitor):
@@ -57,8 +68,7 @@ class AttentionMonitor(ModuleMonitor):
     """
 
     cost = (
-        "In the first batch of a step with a report, norms of queries and keys (which "
-        "`nn.MultiheadAttention` does not show: they are computed once more), or three passes "
+        "In the first batch of a step with a report, norms of queries and keys, or three passes "
         "over the logits where they are shown, and one wait for the device; in other steps about "
         "two microseconds per call of an attention module. `recompute` is about another forward of "
         "the attention."
@@ -183,7 +193,7 @@ def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class LogitStatistics:
-    """What was measured of the attention in one call of a module, by head."""
+    """Measurements of the attention in one call of a module, by head."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
@@ -268,22 +278,19 @@ class AttentionCalls(TorchFunctionMode):
     ) -> Any:
         """Call a function; measure it first if it is attention."""
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():
-            try:
-                self._measure(func, args, kwargs)
-            except Exception as error:
-                self.error = error
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is _MULTI_HEAD:
+            with self:
+                return _PLAIN_MULTI_HEAD(*args, **kwargs)
+        try:
+            if func is _FUSED:
+                self._measure_fused(*args, **kwargs)
+            elif func in _SOFTMAX:
+                self._measure_softmax(*args, **kwargs)
+        except Exception as error:
+            self.error = error
         return func(*args, **kwargs)
-
-    def _measure(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        if func is _FUSED:
-            self._measure_fused(*args, **kwargs)
-        elif func is _MULTI_HEAD:  # what it calls is not seen
-            self._measure_multi_head(*args, **kwargs)
-        elif func in _SOFTMAX:
-            self._measure_softmax(*args, **kwargs)
 
     @torch.no_grad()
     def _measure_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
@@ -297,17 +304,6 @@ class AttentionCalls(TorchFunctionMode):
         logits = logits.flatten(1, -3)  # queries may be grouped by keys
         rows = _rows_of_block(logits[..., 0, :].numel())
         self.statistics.add_logits(logits.split(rows, -2))
-
-    @torch.no_grad()
-    def _measure_multi_head(self, *args: Any, **kwargs: Any) -> None:
-        call = _MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        query, key = _project(given)
-        mask = _join_masks(given, query, key)
-        factor = 1 / math.sqrt(query.shape[-1])
-        exact = given["need_weights"] or self._recompute
-        self._measure_pair(query, key, factor, mask, exact=exact, is_causal=False)
 
     @torch.no_grad()
     def _measure_fused(
@@ -331,7 +327,7 @@ class AttentionCalls(TorchFunctionMode):
         if mask is not None:
             mask = mask.detach().expand(*query.shape[:-1], key.shape[-2])
             mask = _with_heads(mask, self._heads)
-        self._measure_pair(q, k, factor, mask, exact=self._recompute, is_causal=is_causal)
+        self._measure_pair(q, k, factor, mask, is_causal=is_causal)
 
     def _measure_pair(
         self,
@@ -340,13 +336,12 @@ class AttentionCalls(TorchFunctionMode):
         factor: float,
         mask: Tensor | None,
         *,
-        exact: bool,
         is_causal: bool,
     ) -> None:
         """Measure the logits of queries and keys, or a bound of them."""
         if not query.numel() or not key.numel():
             return
-        if exact:
+        if self._recompute:
             with torch.autocast(query.device.type, enabled=False):
                 blocks = _logit_blocks(query, key, factor, mask, is_causal=is_causal)
                 self.statistics.add_logits(blocks)
@@ -355,51 +350,6 @@ class AttentionCalls(TorchFunctionMode):
         if mask is not None and mask.dtype is not torch.bool:  # may be a bias
             bound = bound + mask.float().amax((0, 2, 3))
         self.statistics.add_bound(bound)
-
-
-def _project(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the queries and keys of `multi_head_attention_forward`, by batch and head."""
-    heads = given["num_heads"]
-    weights = given["q_proj_weight"], given["k_proj_weight"]
-    if not given["use_separate_proj_weight"]:
-        weights = given["in_proj_weight"].chunk(3)[:2]
-    bias = given["in_proj_bias"]
-    biases = (None, None) if bias is None else bias.chunk(3)[:2]
-    found: list[Tensor] = []
-    for tensor, weight, own_bias in zip(
-        (given["query"], given["key"]), weights, biases, strict=True
-    ):
-        batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(1)  # positions, batch, features
-        found.append(torch.nn.functional.linear(batched, weight, own_bias).detach())
-    query, key = found
-    if given["bias_k"] is not None:  # one more key
-        key = torch.cat([key, given["bias_k"].detach().expand(1, *key.shape[1:]).to(key.dtype)])
-    if given["add_zero_attn"]:
-        key = torch.nn.functional.pad(key, (0, 0, 0, 0, 0, 1))
-    query, key = (one.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for one in (query, key))
-    return query, key
-
-
-def _join_masks(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
-    """Return what `multi_head_attention_forward` adds to the logits."""
-    mask, padding = given["attn_mask"], given["key_padding_mask"]
-    joined: Tensor | None = None
-    if mask is not None:
-        joined = _as_addend(mask)
-        joined = joined.view(-1, query.shape[1] if mask.ndim == 3 else 1, *mask.shape[-2:])
-    if padding is not None:
-        added = _as_addend(padding).view(len(query), 1, 1, -1)
-        joined = added if joined is None else joined + added
-    if joined is None:
-        return None
-    return torch.nn.functional.pad(joined, (0, key.shape[-2] - joined.shape[-1]))
-
-
-def _as_addend(mask: Tensor) -> Tensor:
-    mask = mask.detach()
-    if mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -math.inf)
 
 
 def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
