@@ -35,7 +35,7 @@ class Reads(hookline.Hook):
     def on_epoch_start(self):
         self.look()
 
-    def on_step_end(self):
+    def on_train_batch_start(self):
         self.look()
 
     def on_epoch_end(self):
@@ -49,8 +49,8 @@ def test_the_file_follows_training_and_tells_how_it_ended(tmp_path):
     train(reads, Heartbeat(path, every_seconds=ALWAYS), max_epochs=2)
     assert [(sign["step"], sign["epoch"]) for sign in reads.seen] == [
         (0, 0),  # at the start
-        *((1, 0), (2, 0), (3, 0), (3, 0)),
-        *((3, 0), (4, 1), (5, 1), (6, 1), (6, 1)),
+        *((0, 0), (1, 0), (2, 0), (3, 0)),
+        *((3, 0), (3, 0), (4, 1), (5, 1), (6, 1)),
     ]
     assert {sign["status"] for sign in reads.seen} == {"training"}
     last = json.loads(path.read_text())

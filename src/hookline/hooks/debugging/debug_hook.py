@@ -59,10 +59,11 @@ class DebugHook(BuiltIn):
     checked at the end of the step.
 
     Args:
-        break_on_nan: break into a debugger; False: only warn.
+        break_on_nan: break into a debugger, as `action="break"` does; False: stop training.
         log_shapes: log the structure of each loader's first batch, and again when it changes.
-        action: overrides `break_on_nan`: `warn`; `stop` training, skipping the current step; or
-            `break` into the debugger that `breakpoint()` starts, and stop if there is no terminal.
+        action: overrides `break_on_nan`: `stop` training with the message, skipping the current
+            step; `warn` and go on; or `break` into the debugger that `breakpoint()` starts, and
+            stop if there is no terminal.
         check: what to check in every step. Nonfinite parameters make the next loss nonfinite, and
             are named then; with `"parameters"` they are found in the step that caused them.
         every_n_steps: check only every N steps.
@@ -90,7 +91,7 @@ class DebugHook(BuiltIn):
             raise ConfigError(
                 "DebugHook has nothing to do: 'check' is empty and 'log_shapes' is off."
             )
-        self._action = action or ("break" if break_on_nan else "warn")
+        self._action = action or ("break" if break_on_nan else "stop")
         self._log_shapes = log_shapes
         self._every = every_n_steps
         self._structures: dict[str, str] = {}
