@@ -109,8 +109,8 @@ def make_trainer(
     trainer.add_hook(GradientNorms(), every=math.ceil(steps / GRADIENT_MEASUREMENTS))
     trainer.add_hook(CheckpointAtEnd())
     often = math.ceil(steps / 40)  # what the report draws layer by layer
-    trainer.add_hook(GradientMonitor(log_frequency=often))
-    trainer.add_hook(OutlierMonitor(log_frequency=often))
+    trainer.add_hook(GradientMonitor(every=often))
+    trainer.add_hook(OutlierMonitor(every=often))
     trainer.add_hook(LRMonitor())
     return trainer, *_loaders(text.data, seed)
 

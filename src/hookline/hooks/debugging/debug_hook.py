@@ -66,9 +66,10 @@ class DebugHook(BuiltIn):
             stop if there is no terminal.
         check: what to check in every step. Nonfinite parameters make the next loss nonfinite, and
             are named then; with `"parameters"` they are found in the step that caused them.
-        every_n_steps: check only every N steps.
+        every: check only every N steps.
     """
 
+    every_name = "every_n_steps"
     cost = (
         "Waits for the device once per batch for the loss, and once per step for each of gradients "
         "and parameters, whose norms it computes. Keeps the model's inputs until the step ends. "
@@ -85,7 +86,7 @@ class DebugHook(BuiltIn):
         log_shapes: bool = False,
         action: Literal["warn", "stop", "break"] | None = None,
         check: list[Check] | tuple[Check, ...] = DEFAULT_CHECKS,
-        every_n_steps: PositiveInt = 1,
+        every: PositiveInt = 1,
     ) -> None:
         if not check and not log_shapes:
             raise ConfigError(
@@ -93,7 +94,7 @@ class DebugHook(BuiltIn):
             )
         self._action = action or ("break" if break_on_nan else "stop")
         self._log_shapes = log_shapes
-        self._every = every_n_steps
+        self._every = every
         self._structures: dict[str, str] = {}
         self._check = frozenset(check)
         self._reset()

@@ -46,7 +46,7 @@ class AttentionMonitor(ModuleMonitor):
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
             themselves; None for all whose class is called `…Attention…` or `…Attn…`, the innermost.
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
         per_head: log each head, too, as `attention/<module>/head_<i>/<measure>`.
         recompute: compute the logits of fused attention once more, for exact values.
     """
@@ -64,13 +64,13 @@ class AttentionMonitor(ModuleMonitor):
     def __init__(
         self,
         modules: Which | None = None,
-        log_frequency: PositiveInt = 100,
+        every: PositiveInt = 100,
         *,
         per_head: bool = False,
         recompute: bool = False,
     ) -> None:
         super().__init__(modules)
-        self.log_frequency = log_frequency
+        self.every = every
         self.per_head = per_head
         self.recompute = recompute
         self._reset_results()
