@@ -309,10 +309,15 @@ class Attachment:
         return [site.name for site in uncalled]
 
     def _raise_if_without_effect(self) -> None:
-        """Raise if this is an edit, and none of its modules and taps was called in the forward."""
+        """Raise if this is an edit, and none of its modules and taps was called in the forward.
+
+        A compiled model may just have to be compiled again: that is a warning.
+        """
         called = any(site.was_called for site in self.sites.values())
         taps = self.taps
         if not self.probe.edits or called or (taps and len(taps.unmatched) < len(taps.patterns)):
+            return
+        if type(self.root).__name__ == "OptimizedModule":
             return
         self._checked_calls = True
         hint = WHY_UNCALLED if taps is None else taps.hint()

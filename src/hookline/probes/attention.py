@@ -43,8 +43,8 @@ def heads_of(module: nn.Module | None) -> int | None:
 
 def output_projection(name: str, module: nn.Module) -> nn.Module:
     """Return the layer of an attention module whose input is the outputs of all its heads."""
-    modules = dict(module.named_modules())
-    found = next((modules[one] for one in _PROJECTIONS if one in modules), None)
+    modules: dict[str, nn.Module] = dict(module.named_modules())
+    found: nn.Module | None = next((modules[p] for p in _PROJECTIONS if p in modules), None)
     if found is None or heads_of(module) is None:
         missing = "number of heads" if found is not None else "output projection"
         raise ProbeError(
