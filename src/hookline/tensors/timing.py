@@ -92,11 +92,13 @@ class Times:
         if len(self._spans) > _MAX_SPANS:
             self._sum_up(wait=False)
 
-    def take(self) -> dict[str, float]:
-        """Return milliseconds by name, and reset. This waits for spans that are still running."""
+    def sums(self, *, reset: bool) -> dict[str, float]:
+        """Return milliseconds by name. This waits for spans that are still running."""
         self._sum_up(wait=True)
         with self._lock:
-            sums, self._sums = self._sums, {}
+            sums = dict(self._sums)
+            if reset:
+                self._sums = {}
         return sums
 
     def _sum_up(self, *, wait: bool) -> None:
