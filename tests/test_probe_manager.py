@@ -213,7 +213,7 @@ def test_states_beyond_the_default_number_are_reported_with_their_count(caplog):
 REGISTERED = {
     "capture": lambda manager, module: manager.register_capture_hook(module, "a", gradient=True),
     "monitoring": lambda manager, module: manager.register_monitoring_hook(
-        module, "a", metrics=["mean", "zeros", "forward_time_ms", "backward_time_ms"]
+        module, "a", metrics=["mean", "dead", "forward_time_ms", "backward_time_ms"]
     ),
     "debug": lambda manager, module: manager.register_debug_hook(module, "a", gradients=True),
     "edit": lambda manager, module: manager.register_edit_hook(module, "a", "scale", 2.0),
@@ -231,6 +231,18 @@ def test_nothing_keeps_a_module_alive_after_its_hook_is_removed(kind):
     gc.collect()
     assert alive() is None
     manager.close()
+
+
+def test_sets_of_names_work_like_lists():
+    layer = nn.Linear(2, 2)
+    with HookManager() as manager:
+        manager.register_monitoring_hook(layer, "monitored", metrics={"std", "mean"})
+        manager.register_debug_hook(layer, "checked", {"nonfinite", "dead"}, action="record")
+        with torch.no_grad():
+            layer.weight.zero_(), layer.bias.zero_()
+        layer(torch.ones(1, 2))
+        assert list(manager.get_metrics("monitored")) == ["mean", "std"]  # in any process
+        assert [finding.condition for finding in manager.get_findings("checked")] == ["dead"]
 
 
 def test_memory_limit_mb_is_over_all_hooks():
@@ -297,7 +309,7 @@ def test_a_monitoring_hook_has_the_default_statistics_or_those_asked_for():
             manager.get_captured_states("a")
 
 
-ALL_METRICS = ["mean", "std", "max", "forward_time_ms", "memory"]
+ALL_METRICS = ["mean", "std", "max", "histogram", "dead", "forward_time_ms", "memory"]
 
 
 def test_reading_metrics_does_not_empty_a_monitoring_hook():
@@ -313,6 +325,7 @@ def test_reading_metrics_does_not_empty_a_monitoring_hook():
             assert numbers["mean"] == pytest.approx(together.mean().item(), abs=1e-6)
             assert numbers["own"] == pytest.approx(together.mean().item(), abs=1e-6)
             assert numbers["std"] == pytest.approx(together.std(correction=0).item(), abs=1e-6)
+            assert sum(numbers["histogram"]["counts"]) == together.numel()
         assert manager.get_metrics("a", reset=True) == numbers
         assert manager.get_metrics("a") == {}
         last = layer(torch.randn(4, 2)).detach()

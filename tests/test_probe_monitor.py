@@ -10,6 +10,7 @@ import pickle
 import threading
 import weakref
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,11 +23,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline
-import hookline.probes.monitor as monitor_module
 from hookline import ConfigError, ObserverError, ProbeError, Trainer, TrainerConfig
 from hookline.probes.monitor import DEFAULT_METRICS, METRICS, Monitor
 from hookline.probes.taps import tap
-from hookline.tensors import timing
+from hookline.tensors import running_statistics, timing
+from hookline.tensors.running_statistics import RunningSums
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request, monkeypatch):
+    """Both ways of measuring: where reading is free, and where it would wait for a device."""
+    if request.param == "device":
+        monkeypatch.setattr(running_statistics, "_can_read", lambda device: False)
+    return request.param
 
 
 class Gives(nn.Module):
@@ -70,7 +79,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 # -- statistics -----------------------------------------------------------------------------------
 
 
-def test_the_default_metrics_are_those_of_all_calls_together():
+def test_the_default_metrics_are_those_of_all_calls_together(where):
     model, _ = make()
     monitor = Monitor("**")
     monitor.attach(model)
@@ -109,22 +118,43 @@ sizes = st.lists(st.integers(0, 40), min_size=1, max_size=8)
     sizes,
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     st.floats(-100, 100),
+    st.booleans(),
     st.integers(1, 64),
     st.integers(0, 9),
 )
-def test_any_division_into_calls_gives_the_same_numbers(sizes, dtype, offset, many, seed):
+def test_any_division_into_calls_gives_the_same_numbers(sizes, dtype, offset, device, many, seed):
     parts = [(randn(n, seed=seed + i) + offset).to(dtype) for i, n in enumerate(sizes)]
     whole = torch.cat(parts).double()
     if not len(whole):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(monitor_module, "_MAX_UNREAD", many)  # measurements are read early
-        found = report_of(*parts)
+        patch.setattr(running_statistics, "_MAX_ROWS", many)  # rows are folded early
+        patch.setattr(running_statistics, "_PIECE", 16)  # tensors are measured in pieces
+        if device:
+            patch.setattr(running_statistics, "_can_read", lambda device: False)
+        sums = RunningSums(extremes=True, zeros=True)
+        for part in parts:
+            sums.add(1, part)
+            sums.add(0, part * 0)  # of another module
+        table = sums.take(2)
+    assert table is not None
+    found = RunningSums.read(table.tolist())
+    expected = definition(whole)
+    got = {
+        "mean": found[1].mean,
+        "std": found[1].std,
+        "min": found[1].low,
+        "max": found[1].high,
+        "zeros": 1 - found[1].nonzero / found[1].size,
+        "nonfinite": found[1].size - found[1].finite,
+        "norm": found[1].norm,
+    }
     close = 1e-5 * (1 + abs(offset))
-    assert found == pytest.approx(definition(whole), rel=1e-4, abs=close)
+    assert got == pytest.approx(expected, rel=1e-4, abs=close)
+    assert (found[0].size, found[0].nonzero, found[0].std) == (len(whole), 0, 0)
 
 
-def test_a_deviation_that_is_small_beside_the_mean_is_not_lost():
+def test_a_deviation_that_is_small_beside_the_mean_is_not_lost(where):
     values = 1000 + randn(1000)
     assert report_of(values)["std"] == pytest.approx(definition(values)["std"], rel=1e-4)
     assert report_of(torch.full((1000,), 0.1))["std"] == pytest.approx(0, abs=1e-7)
@@ -143,13 +173,13 @@ def test_large_tensors_are_measured_in_pieces():
     assert report_of(values) == pytest.approx(definition(values), rel=1e-5)
 
 
-def test_half_precision_is_summed_in_single():
+def test_half_precision_is_summed_in_single(where):
     values = torch.full((4096,), 100.0, dtype=torch.float16)  # their sum is none of float16
     found = report_of(values, values.bfloat16())
     assert (found["mean"], found["std"]) == (100.0, 0.0)
 
 
-def test_what_is_not_finite_is_counted_and_left_out():
+def test_what_is_not_finite_is_counted_and_left_out(where):
     values = torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf, 0.0])
     found = report_of(values, torch.tensor([5.0]))
     expected = definition(torch.cat([values, torch.tensor([5.0])]))
@@ -157,7 +187,7 @@ def test_what_is_not_finite_is_counted_and_left_out():
     assert (found["nonfinite"], found["min"], found["max"]) == (3, 0.0, 5.0)
 
 
-def test_what_is_not_finite_is_seen_also_when_nobody_asked():
+def test_what_is_not_finite_is_seen_also_when_nobody_asked(where):
     assert report_of(torch.tensor([1.0, math.nan]), metrics=["mean"]) == {
         "mean": 1.0,
         "nonfinite": 1,
@@ -168,7 +198,7 @@ def test_what_is_not_finite_is_seen_also_when_nobody_asked():
     assert all(math.isnan(value) for value in found.values())
 
 
-def test_a_call_with_nothing_finite_does_not_spoil_the_others():
+def test_a_call_with_nothing_finite_does_not_spoil_the_others(where):
     nothing, some = torch.full((2,), math.nan), torch.tensor([-math.inf, 3.0, 5.0])
     found = report_of(nothing, some, nothing)
     assert found == pytest.approx(definition(torch.cat([nothing, some, nothing])))
@@ -231,6 +261,147 @@ def test_under_no_grad_inference_mode_and_autocast():
 
 
 # -- further metrics ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bins", [1, 4])
+def test_a_histogram_counts_in_bins_that_double(bins):
+    values = torch.cat([randn(2000) * 3, torch.zeros(7), torch.tensor([1e-9, -1e-9, 4e6, -5e6])])
+    values = torch.cat([values, torch.tensor([math.nan, math.inf])])
+    found = report_of(values[:500], values[500:], metrics=["histogram"], bins=bins)["histogram"]
+    counts, edges = found["counts"], found["edges"]
+    assert sum(counts) == 2011
+    assert len(edges) == len(counts) + 1
+    assert edges == sorted(edges)
+    assert not any(a == b == 0 for a, b in pairwise(counts))
+    middle = next(i for i, edge in enumerate(edges) if edge > 0)
+    assert (edges[middle - 1], edges[middle]) == (-(2.0**-20), 2.0**-20)
+    assert counts[middle - 1] == 9
+    assert (edges[0], edges[-1], counts[0], counts[-1]) == (-(2.0**20), 2.0**20, 1, 1)
+    for count, low, high in zip(counts[1:-1], edges[1:], edges[2:], strict=False):
+        assert count == ((values > low) & (values < high)).sum(), (low, high)
+    steps = [high / low for low, high in pairwise(edges[middle:])]
+    assert min(steps) == pytest.approx(2 ** (1 / bins))
+
+
+def test_a_histogram_of_nothing_finite_is_empty():
+    found = report_of(torch.tensor([math.nan]), metrics=["histogram"])
+    assert found["histogram"]["counts"] == [0]
+
+
+def test_powers_of_two_begin_their_bin():
+    found = report_of(torch.tensor([1.0, 1.999, 2.0, -1.0]), metrics=["histogram"], bins=1)
+    assert found["histogram"]["counts"] == [1, 0, 2, 1]
+    assert found["histogram"]["edges"][-3:] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bins", [1, 3, 4])
+def test_the_values_next_to_an_edge_are_in_their_bins(bins, dtype):
+    exact = [2 ** (i / bins) for i in range(-20 * bins, 20 * bins + 1)]
+    near = torch.tensor(exact, dtype=dtype)
+    infinite = torch.tensor(math.inf, dtype=dtype)
+    values = torch.cat([near.nextafter(-infinite), near, near.nextafter(infinite)])
+    values = torch.cat([values, -values])
+    found = report_of(values, metrics=["histogram"], bins=bins)["histogram"]
+    for count, low, high in zip(
+        found["counts"][1:-1], found["edges"][1:], found["edges"][2:], strict=False
+    ):
+        wide = values.double()  # each bin has the edge that is nearer to zero
+        inside = (wide >= low) & (wide < high) if low > 0 else (wide > low) & (wide <= high)
+        if low < 0 < high:
+            inside = (wide > low) & (wide < high)
+        assert count == inside.sum(), (low, high)
+
+
+def test_a_value_just_below_a_power_of_two_is_not_in_the_bin_above():
+    found = report_of(torch.tensor([0.9999995]), metrics=["histogram"])["histogram"]
+    assert found["edges"][-1] == 1.0
+
+
+def test_a_unit_is_dead_when_it_never_gave_anything_but_zeros(where):
+    first, second = torch.zeros(2, 3, 4), torch.zeros(5, 4)
+    first[0, 1, 2] = -1
+    second[3, 0] = math.nan
+    assert report_of(first, metrics=["dead"]) == {"dead": 0.75}
+    assert report_of(first, second, metrics=["dead"]) == {"dead": 0.5}
+    assert report_of((first, second), metrics=["dead"]) == {"dead": 0.75}
+
+
+def test_units_of_convolutions_and_images_are_their_channels():
+    torch.manual_seed(0)
+    conv = nn.Conv1d(2, 4, 3)
+    with torch.no_grad():
+        conv.weight[1:] = 0
+        conv.bias[1:] = 0
+    assert report_of(torch.randn(2, 2, 8), module=conv, metrics=["dead"]) == {"dead": 0.75}
+    image = torch.zeros(2, 5, 4, 4)
+    image[:, 0] = 1
+    assert report_of(image, metrics=["dead"]) == {"dead": 0.8}
+    assert report_of(image, metrics=["dead"], unit_dim=-1) == {"dead": 0.0}
+    assert report_of(torch.tensor([[1.0, 0], [1, 0]]), metrics=["dead"]) == {"dead": 0.5}
+
+
+@pytest.mark.parametrize("batch", [(), (1,), (4,)])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Conv1d(2, 4, 3), (2, 8)),
+        (nn.Conv2d(2, 4, 3), (2, 8, 8)),
+        (nn.ConvTranspose2d(2, 4, 3), (2, 8, 8)),
+        (nn.Conv3d(2, 4, 3), (2, 8, 8, 8)),
+        (nn.InstanceNorm1d(4, affine=True), (4, 8)),
+        (nn.InstanceNorm2d(4, affine=True), (4, 8, 8)),
+    ],
+)
+def test_channels_are_found_also_where_there_is_no_batch(module, shape, batch):
+    with torch.no_grad():
+        module.bias[:] = torch.tensor([1.0, 0, 0, 0])
+        module.weight[:] = 0
+    assert report_of(randn(*batch, *shape), module=module, metrics=["dead"]) == {"dead": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (nn.Tanh(), lambda x: x.tanh().abs() > 0.97),
+        (nn.Sigmoid(), lambda x: (x.sigmoid() - 0.5).abs() > 0.97 * 0.5),
+        (nn.Hardtanh(-2, 4), lambda x: (F.hardtanh(x, -2, 4) - 1).abs() > 0.97 * 3),
+        (nn.ReLU6(), lambda x: (F.relu6(x) - 3).abs() > 0.97 * 3),
+        (nn.Identity(), lambda x: x.abs() > 0.97 * x.abs().max()),
+    ],
+)
+def test_saturation_is_the_share_near_a_modules_bounds(where, module, expected):
+    x = randn(1000) * 3
+    found = report_of(x, module=module, metrics=["saturation"])
+    assert found == {"saturation": pytest.approx(expected(x).double().mean().item())}
+    assert 0 < found["saturation"] < 1
+
+
+def test_what_is_not_finite_is_not_saturated(where):
+    x = torch.tensor([math.nan, math.inf, 1.0, 2.0])
+    assert report_of(x, metrics=["saturation"])["saturation"] == 0.25
+    assert report_of(x, metrics=["saturation"], bounds=(-2, 2))["saturation"] == 0.25
+    assert report_of(x, metrics=["saturation"], bounds=(1, 2))["saturation"] == 0.5
+    assert report_of(torch.zeros(4), metrics=["saturation"])["saturation"] == 0
+
+
+def test_saturation_with_ones_own_share_and_bounds(where):
+    x = torch.linspace(-1, 1, 201)
+    assert report_of(x, metrics=["saturation"], saturated_at=0.505)["saturation"] == 100 / 201
+    found = report_of(x, module=nn.Tanh(), metrics=["saturation"], bounds=(-0.5, 0.5))
+    assert found["saturation"] == (x.tanh().abs() > 0.485).double().mean().item()
+
+
+def test_a_tanh_that_returns_what_came_in_bounds_is_judged_by_its_own_bounds():
+    model = nn.Sequential(nn.Hardtanh(-1, 1), nn.Identity())
+    monitor = Monitor("**", ["saturation"])
+    monitor.attach(model)
+    model(torch.full((4,), 0.5))
+    assert {name: one["saturation"] for name, one in monitor.report().items()} == {
+        "": 1.0,
+        "0": 0.0,
+        "1": 1.0,
+    }
 
 
 def test_memory_on_the_cpu_is_the_size_of_the_largest_output():
@@ -303,8 +474,10 @@ def test_a_function_that_returns_no_number_is_told_so(value):
         ({"metrics": ["maen"]}, r"unknown metric 'maen'. Did you mean 'mean'\?"),
         ({"metrics": []}, "nothing to measure"),
         ({"functions": {"std": torch.sum}}, "'std' is a built-in metric"),
+        ({"bounds": (1, -1)}, "from low to high"),
         ({"every": 5}, "'every' belongs to the registration"),
-        ({"prefixx": "a"}, r"Did you mean 'prefix'"),
+        ({"saturated_at": 1.5}, "saturated_at"),
+        ({"bin": 3}, r"Did you mean 'bins'"),
     ],
 )
 def test_options_that_do_not_fit_are_errors_when_it_is_made(options, message):
@@ -336,7 +509,7 @@ def test_outside_of_training_every_counts_forwards():
 
 def test_a_copy_and_a_pickle_measure_for_themselves():
     model, _ = make()
-    monitor = Monitor("first", ["mean", "forward_time_ms"])
+    monitor = Monitor("first", ["mean", "histogram", "dead", "forward_time_ms"], bins=2)
     monitor.attach(model)
     model(randn(4, 8))
     for other in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
@@ -352,10 +525,10 @@ def test_a_named_value_of_the_models_code_is_monitored():
         def forward(self, x):
             return tap(x * 2, "twice") + 1
 
-    model, monitor = Model(), Monitor(None, ["mean", "memory"], taps=["twice"])
+    model, monitor = Model(), Monitor(None, ["mean", "memory", "dead"], taps=["twice"])
     monitor.attach(model)
     model(torch.ones(4))
-    assert monitor.report() == {"twice": {"mean": 2.0, "memory": 16}}
+    assert monitor.report() == {"twice": {"mean": 2.0, "memory": 16, "dead": 0.0}}
 
 
 # -- times ----------------------------------------------------------------------------------------
@@ -576,14 +749,14 @@ def test_with_accumulation_the_numbers_are_those_of_the_whole_step(tmp_path):
 
 
 def test_values_are_in_the_record_under_their_prefix(tmp_path):
-    monitor = Monitor(nn.Linear, ["mean", "std"], prefix="mine")
+    monitor = Monitor(nn.Linear, ["mean", "histogram"], prefix="mine")
     trainer = fit(monitor, every=3, folder=tmp_path)
     records = logged(tmp_path)
     assert [(one["step"], one["name"], one["kind"]) for one in records] == [
         (step, f"mine/{module}/{metric}", kind)
         for step in (3, 6)
         for module in ("first", "second")
-        for metric, kind in (("mean", "scalar"), ("std", "scalar"))
+        for metric, kind in (("mean", "scalar"), ("histogram", "histogram"))
     ]
     assert trainer.hooks.describe()[0].name == "monitor"
     assert monitor.attachment is None or not monitor.attachment.enabled
@@ -665,7 +838,7 @@ def test_a_recomputation_is_not_counted_and_changes_nothing(reentrant):
     for kind in (None, reentrant):
         torch.manual_seed(0)
         model = Checkpointed(kind)
-        monitor = Monitor("**", [*DEFAULT_METRICS, *TIMES])
+        monitor = Monitor("**", [*DEFAULT_METRICS, "histogram", "dead", *TIMES])
         monitor.attach(model)
         torch.manual_seed(1)
         model(randn(4, 8).requires_grad_()).sum().backward()
@@ -673,14 +846,14 @@ def test_a_recomputation_is_not_counted_and_changes_nothing(reentrant):
         reports.append(monitor.report())
     assert same(*gradients)
     for one, other in zip(reports[0].values(), reports[1].values(), strict=True):
-        for metric in DEFAULT_METRICS:
+        for metric in (*DEFAULT_METRICS, "histogram", "dead"):
             assert one[metric] == other[metric]
     assert reports[1]["head"]["backward_time_ms"] > 0
 
 
 def test_threads_that_run_the_same_model_lose_nothing(monkeypatch):
-    monkeypatch.setattr(monitor_module, "_MAX_UNREAD", 7)
-    model, monitor = nn.Sequential(Gives()), Monitor("0", ["mean", "norm"])
+    monkeypatch.setattr(running_statistics, "_MAX_ROWS", 7)
+    model, monitor = nn.Sequential(Gives()), Monitor("0", ["mean", "norm", "dead", "histogram"])
     monitor.attach(model)
     reports = []
 
@@ -696,9 +869,12 @@ def test_threads_that_run_the_same_model_lose_nothing(monkeypatch):
     reports.append(monitor.report())
     squares = sum(one["0"]["norm"] ** 2 for one in reports if "norm" in one.get("0", {}))
     assert squares == pytest.approx(200 * 3 * (1 + 4 + 16 + 64))
+    counts = [one["0"]["histogram"]["counts"] for one in reports if "histogram" in one.get("0", {})]
+    assert sum(map(sum, counts)) == 4 * 200 * 3
 
 
 def test_nothing_is_read_before_the_report_and_then_at_once(monkeypatch):
+    monkeypatch.setattr(running_statistics, "_can_read", lambda device: False)
     metrics = [name for name in METRICS if name not in ("forward_time_ms", "backward_time_ms")]
     model, _ = make()
     monitor = Monitor("**", metrics, functions={"own": lambda x: x.sum()})
@@ -735,7 +911,7 @@ def test_a_compiled_model_is_monitored_and_times_are_left_out():
     assert list(found) == list(known)
     for name, values in found.items():
         assert not {"forward_time_ms", "backward_time_ms"} & set(values)
-        for metric in (*DEFAULT_METRICS, "memory"):
+        for metric in (*DEFAULT_METRICS, "saturation", "dead", "memory"):
             assert values[metric] == pytest.approx(known[name][metric], rel=1e-5), (name, metric)
     monitor.attachment.disable()
     compiled(randn(4, 8))

@@ -192,7 +192,7 @@ def make_encoder() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 MEASURES: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
-    "all": lambda: Monitor("**", ["forward_time_ms", "memory"]),
+    "all": lambda: Monitor("**", ["histogram", "dead", "saturation", "forward_time_ms", "memory"]),
     "functions": lambda: Monitor("**", functions={"own": lambda x: x.square().mean()}),
     "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
@@ -228,7 +228,7 @@ def values_of(probe: Probe, layout: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_the_statistics_of_a_nested_tensor_are_those_of_its_values(layout: Any) -> None:
-    metrics = ["mean", "std", "min", "max", "zeros", "nonfinite", "norm"]
+    metrics = ["mean", "std", "min", "max", "zeros", "nonfinite", "norm", "dead", "histogram"]
     inner = torch.cat([torch.ones(2, 3), torch.tensor([[5.0, 0.0, 5.0]] * 4)])
     model, dense = nn.Sequential(nn.Identity()), Monitor("0", metrics)
     with dense.attach(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,16 +19,16 @@ from hookline.probes.call import Call
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.module_selection import Which, clean_names, select
 from hookline.probes.probe import Probe
-from hookline.tensors.device_numbers import read_tensors
+from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.full_tensor import require_all_ranks
+from hookline.tensors.global_norm import reduce_sum
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.sharded import stored_values
-from hookline.tensors.statistics import TensorStatistics, Totals, merge_ranks, moments
+from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 from hookline.text_tables import format_table
 
 _SECONDS = 60.0  # to wait for other ranks
 
-Problem = Literal["", "no gradient", "not finite", "zero", "vanishes", "explodes"]
+Mark = Literal["", "no gradient", "not finite", "zero", "vanishes", "explodes"]
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,18 @@ class FlowRow:
     Args:
         layer: The module's name.
         norm: The gradient's norm; None if there is no gradient.
+        mean_abs: The mean of its absolute values.
         zeros: The fraction of its values that are zero.
         ratio: Its norm divided by that of the row before, where the gradient comes from.
-        problem: Why it is not as it should be; empty if it is.
+        mark: What is wrong with it, if anything.
     """
 
     layer: str
     norm: float | None
+    mean_abs: float | None
     zeros: float | None
     ratio: float | None
-    problem: Problem
+    mark: Mark
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Flow:
 
     @property
     def first_bad(self) -> str | None:
-        """The first layer, from the loss on, whose gradient has a problem."""
-        return next((row.layer for row in self.rows if row.problem), None)
+        """The first layer, from the loss on, whose gradient has a mark."""
+        return next((row.layer for row in self.rows if row.mark), None)
 
     @property
     def data(self) -> list[dict[str, Any]]:
@@ -67,12 +69,11 @@ class Flow:
         return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        names = ("layer", "norm", "zeros", "ratio", "")
-        lines = [format_table(names, [_texts(row) for row in self.rows], right=range(1, 4))]
-        bad = next((row for row in self.rows if row.problem), None)
+        names = ("layer", "norm", "mean abs", "zeros", "ratio", "")
+        lines = [format_table(names, [_texts(row) for row in self.rows], right=range(1, 5))]
+        bad = next((row for row in self.rows if row.mark), None)
         if bad is not None:
-            first = f"'{printable(bad.layer)}' ({bad.problem})"
-            lines.append(f"The first layer with a problem: {first}.")
+            lines.append(f"The first layer with a problem: '{printable(bad.layer)}' ({bad.mark}).")
         return "\n".join(lines)
 
 
@@ -103,27 +104,8 @@ def gradient_flow(
         if own:
             seen.update(id(parameter) for parameter in own)
             gradients[name] = [p.grad for p in own if p.grad is not None]
-    totals = {name: Totals() for name in reversed(gradients)}
-    layers = [name for name, own in gradients.items() for _ in own]
-    for name, size, row in zip(layers, *_measure_all_ranks(gradients.values()), strict=True):
-        totals[name].add(size, row)
-    return Flow(list(_rows(totals, vanishing, exploding)))
-
-
-def _measure_all_ranks(
-    gradients: Iterable[Sequence[Tensor]],
-) -> tuple[Sequence[int], Sequence[Sequence[float]]]:
-    """Return the size and the moments of each gradient; for sharded ones this is a collective."""
-    several = [gradient for own in gradients for gradient in own]
-    if not several:
-        return [], []
-    require_all_ranks(several, "gradient_flow", _SECONDS)
-    statistics = TensorStatistics(several)
-    columns = statistics.moments()
-    merge_ranks([(statistics, columns)])
-    finite, mean, squares, largest, zeros = read_tensors(columns.values())
-    rows = zip(finite, mean, squares, largest, largest, zeros, strict=True)
-    return statistics.sizes(), list(rows)
+    measured = _sums_of_all_ranks({name: gradients[name] for name in reversed(gradients)})
+    return Flow(list(_rows(measured, vanishing, exploding)))
 
 
 class GradientFlow(BuiltIn, Probe):
@@ -138,7 +120,7 @@ class GradientFlow(BuiltIn, Probe):
         exploding: It explodes if its norm is above this multiple of the first one's.
     """
 
-    cost = "About ten passes over the gradient of each output; one transfer for each table."
+    cost = "Three passes over the gradient of each output; one transfer for each table."
     hookline_group = HookGroup.MONITOR
     wants_input = False
     wants_recomputed = True  # a reentrant checkpoint has its graph there
@@ -150,7 +132,7 @@ class GradientFlow(BuiltIn, Probe):
         super().__init__(modules)
         self._vanishing = vanishing
         self._exploding = exploding
-        self._measured: list[tuple[str, int, Tensor]] = []  # layer, size and moments
+        self._sums: dict[str, Tensor] = {}
         self._starts_over = False
 
     def forward_start(self) -> None:
@@ -169,36 +151,76 @@ class GradientFlow(BuiltIn, Probe):
 
     def _add(self, name: str, gradient: Tensor) -> None:
         if self._starts_over:
-            self._starts_over, self._measured = False, []
-        values = stored_values(gradient)
-        self._measured.append((name, values.numel(), moments(values)))
+            self._starts_over, self._sums = False, {}
+        sums = _sums(gradient)
+        if sums is not None:
+            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def table(self) -> Flow:
         """Return the table. This waits for the device, once."""
-        totals: dict[str, Totals] = {}
-        rows = read_tensors(row for *_, row in self._measured)
-        for (name, size, _), row in zip(self._measured, rows, strict=True):
-            totals.setdefault(name, Totals()).add(size, row)
-        return Flow(list(_rows(totals, self._vanishing, self._exploding)))
+        return Flow(list(_rows(self._sums, self._vanishing, self._exploding)))
 
 
-def _rows(layers: Mapping[str, Totals], vanishing: float, exploding: float) -> Iterator[FlowRow]:
+@torch.no_grad()
+def _sums_of_all_ranks(gradients: Mapping[str, list[Tensor]]) -> dict[str, Tensor | None]:
+    """Return the sums of each layer, with the parts of sharded gradients on other ranks."""
+    layers = [(name, gradient) for name, several in gradients.items() for gradient in several]
+    require_all_ranks((gradient for _, gradient in layers), "gradient_flow", _SECONDS)
+    by_groups: dict[tuple[Any, ...], dict[str, Tensor]] = {}  # with parts of the same tensors
+    for name, gradient in layers:
+        part, groups = local_with_groups(gradient) if is_sharded(gradient) else (gradient, ())
+        sums = _sums(part)
+        if sums is None:  # this rank has nothing of it
+            sums = torch.zeros(4, dtype=widest_float(part.device), device=part.device)
+        layer = by_groups.setdefault(groups, {})
+        layer[name] = layer[name] + sums if name in layer else sums
+    total: dict[str, Tensor | None] = dict.fromkeys(gradients)
+    for groups, layer in by_groups.items():
+        reduced = reduce_sum(torch.stack([*layer.values()]), groups)
+        for name, sums in zip(layer, reduced, strict=True):
+            known = total[name]
+            total[name] = sums if known is None else known + sums
+    return total
+
+
+@torch.no_grad()
+def _sums(gradient: Tensor) -> Tensor | None:
+    """Return the sums of squares and of absolute values, the zeros and the number of values."""
+    part = stored_values(gradient)
+    if not part.numel():
+        return None
+    wide = widest_float(part.device)  # the squares of a gradient that vanishes are zero in 32 bits
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(part, dtype=wide) ** 2,
+            torch.linalg.vector_norm(part, 1, dtype=wide),
+            (part == 0).sum().to(wide),
+            torch.full((), part.numel(), dtype=wide, device=part.device),
+        ]
+    )
+
+
+def _rows(
+    measured: Mapping[str, Tensor | None], vanishing: float, exploding: float
+) -> Iterator[FlowRow]:
+    values = iter(read_tensors(sums for sums in measured.values() if sums is not None))
     first: float | None = None
     before: float | None = None
-    for name, totals in layers.items():
-        if not totals.size:
-            yield FlowRow(name, None, None, None, "no gradient")
+    for name, sums in measured.items():
+        if sums is None:
+            yield FlowRow(name, None, None, None, None, "no gradient")
             continue
-        norm = totals.metric("norm") if totals.finite == totals.size else math.nan
+        squares, absolute, zeros, number = next(values)
+        norm = math.sqrt(squares)
         ratio = norm / before if before else None
-        problem = _find_problem(norm, first, vanishing, exploding)
-        yield FlowRow(name, norm, totals.metric("zeros"), ratio, problem)
+        mark = _mark(norm, first, vanishing, exploding)
+        yield FlowRow(name, norm, absolute / number, zeros / number, ratio, mark)
         before = norm
         if first is None and norm and math.isfinite(norm):
             first = norm
 
 
-def _find_problem(norm: float, first: float | None, vanishing: float, exploding: float) -> Problem:
+def _mark(norm: float, first: float | None, vanishing: float, exploding: float) -> Mark:
     if not math.isfinite(norm):
         return "not finite"
     if norm == 0:
@@ -211,6 +233,9 @@ def _find_problem(norm: float, first: float | None, vanishing: float, exploding:
 
 
 def _texts(row: FlowRow) -> tuple[str, ...]:
-    norm, ratio = ("" if value is None else f"{value:.3g}" for value in (row.norm, row.ratio))
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.3g}"
+
     zeros = "" if row.zeros is None else f"{row.zeros:.1%}"
-    return (row.layer or "(the model)", norm, zeros, ratio, row.problem)
+    figures = (number(row.norm), number(row.mean_abs), zeros, number(row.ratio))
+    return (row.layer or "(the model)", *figures, row.mark)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
-from torch import Tensor
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
 
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
@@ -20,15 +21,35 @@ from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
 from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.nested import tensors_in
+from hookline.tensors.running_statistics import (
+    ActiveUnits,
+    Bounds,
+    Histograms,
+    RunningSums,
+    Totals,
+    unit_dimension,
+)
 from hookline.tensors.sharded import local, nested_values
-from hookline.tensors.statistics import Totals, moments
 from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, record_time
 
-_MAX_UNREAD = 4096  # measurements on the device before they are read
-
+T = TypeVar("T")
 
 DEFAULT_METRICS = ("mean", "std", "min", "max", "zeros", "nonfinite", "norm")
-METRICS = (*DEFAULT_METRICS, "forward_time_ms", "backward_time_ms", "memory")
+METRICS = (
+    *DEFAULT_METRICS,
+    *("histogram", "dead", "saturation", "forward_time_ms", "backward_time_ms", "memory"),
+)
+
+_FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
+    "mean": lambda totals: totals.mean,
+    "std": lambda totals: totals.std,
+    "min": lambda totals: totals.low,
+    "max": lambda totals: totals.high,
+    "zeros": lambda totals: (totals.size - totals.nonzero) / totals.size,
+    "nonfinite": lambda totals: totals.size - totals.finite,
+    "norm": lambda totals: totals.norm,
+    "saturation": lambda totals: totals.saturated / totals.size,
+}
 
 
 class Monitor(BuiltIn, Probe):
@@ -49,10 +70,16 @@ class Monitor(BuiltIn, Probe):
     | `mean`, `std`, `min`, `max`, `norm` | of the values (`std` without correction) |
     | `zeros` | the fraction of values that are zero |
     | `nonfinite` | the number of values that are NaN or infinite |
+    | `histogram` | counts in bins of equal width on a logarithmic scale, the same in each report |
+    | `dead` | the fraction of units whose values were all zero |
+    | `saturation` | the fraction of values near the bounds of the module's output |
     | `forward_time_ms` | of all calls together, without the monitor's own time |
     | `backward_time_ms` | of all backwards together, including recomputation |
     | `memory` | bytes that a call allocates and that are still in use after it; the largest call |
 
+    Units are along the last dimension, in the outputs of convolutions and other outputs of more
+    than three dimensions along the channels. `saturation` knows the bounds of PyTorch's own
+    activations; for other modules they are plus and minus the largest magnitude in the tensor.
     `memory` is measured on CUDA; elsewhere, and in compiled models, it is the size of the output.
     There are no times in compiled models, and no backward times within reentrant activation
     checkpointing.
@@ -65,19 +92,25 @@ class Monitor(BuiltIn, Probe):
         functions: Custom metrics, by name: functions that take a tensor and return a number or a
             tensor with one element. Their values are averaged over tensors and calls. They must not
             change the tensor or use the random numbers of training.
+        saturated_at: A value is saturated if it is further from the middle between the bounds than
+            this fraction of the distance to them.
+        bounds: The bounds that `saturation` uses for all modules; by default those it knows.
+        bins: How many bins a histogram has for each doubling of the magnitude.
+        unit_dim: The dimension of units, for `dead`; None for the one described above.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
     """
 
     cost = (
-        "In each step of its schedule about ten passes over each output, and one wait for the "
-        "device; in other steps about a microsecond per call of a module."
+        "In each step of its schedule one or two passes over each output for mean and deviation, "
+        "up to ten for all metrics, and one wait for the device; in other steps about a "
+        "microsecond per call of a module."
     )
     hookline_group = HookGroup.MONITOR
     hookline_records = True
     probe_name = "monitor"
     wants_input = False
     _results = (
-        *("_lock", "_measured", "_unread", "_totals", "_custom", "_memory"),
+        *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
         *("_step", "_forward", "_backward"),
     )
 
@@ -88,6 +121,10 @@ class Monitor(BuiltIn, Probe):
         *,
         prefix: str = "probes",
         functions: Mapping[str, Callable[..., Any]] | None = None,
+        saturated_at: Annotated[float, Field(gt=0, lt=1)] = 0.97,
+        bounds: tuple[float, float] | None = None,
+        bins: PositiveInt = 4,
+        unit_dim: int | None = None,
         taps: list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
@@ -96,11 +133,16 @@ class Monitor(BuiltIn, Probe):
         self.metrics = tuple(dict.fromkeys(metrics))
         self.functions = dict(functions or {})
         self.prefix = prefix
+        self.saturated_at = saturated_at
+        self.bounds = bounds
+        self.bins = bins
+        self.unit_dim = unit_dim
         self._check_options()
-        self._statistics = [name for name in self.metrics if name in DEFAULT_METRICS]
-        self._times_forward = "forward_time_ms" in self.metrics
-        self._times_backward = "backward_time_ms" in self.metrics
-        self._measures_memory = "memory" in self.metrics
+        wanted = set(self.metrics)
+        self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
+        self._times_forward = "forward_time_ms" in wanted
+        self._times_backward = "backward_time_ms" in wanted
+        self._measures_memory = "memory" in wanted
         self.wants_before = self._times_forward or self._times_backward or self._measures_memory
         self._reset_results()
 
@@ -118,18 +160,27 @@ class Monitor(BuiltIn, Probe):
                 )
         if not self.metrics and not self.functions:
             raise ConfigError("Monitor has nothing to measure. Give metrics or functions.")
+        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
+            raise ConfigError(f"Monitor: bounds must go from low to high, not {self.bounds}.")
 
     def _reset_results(self) -> None:
         self._lock = Lock()
         self._discard()
 
     def _discard(self) -> None:
+        wanted = set(self.metrics)
+        self._numbers: dict[str, int] = {}
         self._measured = False
         self._step: int | None = None  # the one that was measured
-        # Module, function (None for moments), size and value of each measurement.
-        self._unread: deque[tuple[str, str | None, int, Any]] = deque()
-        self._totals: dict[str, Totals] = {}
-        self._custom: dict[tuple[str, str], tuple[float, int]] = {}  # sum and number of values
+        self._sums = RunningSums(
+            spread=bool(wanted & {"std", "norm"}),
+            extremes=bool(wanted & {"min", "max"}),
+            zeros="zeros" in wanted,
+            saturated_at=self.saturated_at if "saturation" in wanted else None,
+        )
+        self._histograms = Histograms(self.bins) if "histogram" in wanted else None
+        self._alive = ActiveUnits() if "dead" in wanted else None
+        self._custom: dict[tuple[str, str], _Mean] = {}
         self._memory: dict[str, int] = {}
         self._forward, self._backward = Times(), BackwardTimes()
 
@@ -187,30 +238,37 @@ class Monitor(BuiltIn, Probe):
                 self._memory[call.name] = max(self._memory.get(call.name, 0), size)
 
     def _measure(self, call: Call, tensors: Sequence[Tensor]) -> None:
-        for output in tensors:
+        name = call.name
+        number = self._numbers.get(name)
+        if number is None:
+            with self._lock:
+                number = self._numbers.setdefault(name, len(self._numbers))
+        for position, output in enumerate(tensors):
             tensor = _measurable(output)
             if tensor is None:
                 continue
-            if self._statistics:
-                self._unread.append((call.name, None, tensor.numel(), moments(tensor)))
-            for name, function in self.functions.items():
-                returned = call_user_function(function, tensor, f"the output of '{call.name}'")
-                value = _one_number(returned, name, call.name)
-                self._unread.append((call.name, name, 1, value))
-        if len(self._unread) > _MAX_UNREAD:
-            with self._lock:
-                self._read()
+            if self._sums_wanted:
+                self._sums.add(number, tensor, self._bounds_of(call.module))
+            if self._histograms is not None:
+                self._histograms.add(name, tensor)
+            if self._alive is not None:
+                dim = self.unit_dim
+                dim = unit_dimension(call.module, tensor) if dim is None else dim
+                self._alive.add(name, position, tensor, dim)
+            if self.functions:
+                self._call_functions(name, tensor)
 
-    def _read(self) -> None:
-        """Add what was measured to the totals, with one wait for the device."""
-        measured = [self._unread.popleft() for _ in range(len(self._unread))]
-        values = read_tensors(value for *_, value in measured)
-        for (module, function, size, _), value in zip(measured, values, strict=True):
-            if function is None:
-                self._totals.setdefault(module, Totals()).add(size, value)
-            else:
-                total, calls = self._custom.get((module, function), (0.0, 0))
-                self._custom[module, function] = total + value, calls + 1
+    def _bounds_of(self, module: nn.Module | None) -> Bounds:
+        if "saturation" not in self.metrics:
+            return None
+        return self.bounds if self.bounds is not None else _known_bounds(module)
+
+    def _call_functions(self, module: str, tensor: Tensor) -> None:
+        for name, function in self.functions.items():
+            returned = call_user_function(function, tensor, f"the output of '{module}'")
+            value = _one_number(returned, name, module)
+            with self._lock:
+                self._custom.setdefault((module, name), _Mean()).add(value)
 
     def on_train_start(self) -> None:
         """Discard what was measured before training."""
@@ -227,7 +285,8 @@ class Monitor(BuiltIn, Probe):
         for module, values in self.report().items():
             prefix = f"{self.prefix}/{module}" if module else self.prefix
             for metric, value in values.items():
-                trainer.log(f"{prefix}/{metric}", value)
+                kind = "histogram" if metric == "histogram" else "scalar"
+                trainer.log(f"{prefix}/{metric}", value, kind)
 
     def report(self, reset: bool = True) -> dict[str, dict[str, Any]]:
         """Return what was measured since the last report, by module and metric, and start over.
@@ -236,32 +295,48 @@ class Monitor(BuiltIn, Probe):
         for the device once. Metrics without a value, such as the time of a backward that did not
         run, are omitted, and so are modules that were not called.
         """
+
+        def source(running: T) -> T:  # a shallow copy can be emptied without the original
+            return running if reset else copy(running)
+
+        names = list(self._numbers)
+        table = source(self._sums).take(len(names)) if self._sums_wanted else None
+        counts = source(self._histograms).take() if self._histograms is not None else {}
+        alive = source(self._alive).take() if self._alive is not None else {}
         with self._lock:
-            self._read()
-            found: dict[str, dict[str, Any]] = {}
-            for module, totals in self._totals.items():
-                found[module] = self._metrics_of(totals)
-            for (module, function), (total, calls) in self._custom.items():
-                found.setdefault(module, {})[function] = total / calls
-            costs: dict[str, Mapping[str, float]] = {
-                "forward_time_ms": self._forward.sums(reset=reset),
-                "backward_time_ms": self._backward.sums(reset=reset),
-                "memory": self._memory,
-            }
+            custom, memory = dict(self._custom), dict(self._memory)
             if reset:
-                self._measured = False
-                self._totals, self._custom, self._memory = {}, {}, {}
+                self._measured, self._custom, self._memory = False, {}, {}
+        living = [count for several, _ in alive.values() for count in several]
+        averages = [mean.total / mean.calls for mean in custom.values()]
+        unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
+        read = iter(read_tensors(unread))
+
+        found: dict[str, dict[str, Any]] = {name: {} for name in names}
+        if table is not None:
+            for number, totals in RunningSums.read(next(read)).items():
+                found[names[number]] = self._metrics_from_totals(totals)
+        for name in counts:
+            assert self._histograms is not None
+            found[name]["histogram"] = self._histograms.shape(next(read))
+        for name, (several, units) in alive.items():
+            found[name]["dead"] = (units - sum(next(read) for _ in several)) / units
+        for name, metric in custom:
+            found[name][metric] = next(read)
+        costs: dict[str, Mapping[str, float]] = {
+            "forward_time_ms": source(self._forward).take(),
+            "backward_time_ms": source(self._backward).take(),
+            "memory": memory,
+        }
         for metric, values in costs.items():
             for name, value in values.items():
                 found.setdefault(name, {})[metric] = value
         return self._sort(found)
 
-    def _metrics_of(self, totals: Totals) -> dict[str, float]:
-        if not totals.size:
-            return {}
-        values = {name: totals.metric(name) for name in self._statistics}
+    def _metrics_from_totals(self, totals: Totals) -> dict[str, Any]:
+        values = {name: _FROM_TOTALS[name](totals) for name in self.metrics if name in _FROM_TOTALS}
         if totals.finite < totals.size:
-            values["nonfinite"] = totals.metric("nonfinite")
+            values["nonfinite"] = totals.size - totals.finite
         return values
 
     def _sort(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -273,6 +348,21 @@ class Monitor(BuiltIn, Probe):
             for name in (*sites, *(name for name in found if name not in sites))
             if found.get(name)
         }
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A running mean."""
+
+    total: Any = 0.0
+    calls: int = 0
+
+    def add(self, value: Any) -> None:
+        """Add a number or a tensor; the sum keeps no view of the tensor."""
+        if self.calls and isinstance(self.total, Tensor) and isinstance(value, Tensor):
+            value = value.to(self.total.device)
+        self.total = self.total + value
+        self.calls += 1
 
 
 @dataclass(slots=True)
@@ -311,10 +401,21 @@ def _measurable(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.layout is torch.strided else None
 
 
+def _known_bounds(module: nn.Module | None) -> Bounds:
+    """Return the bounds of the output of PyTorch's own bounded activations."""
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return float(module.min_val), float(module.max_val)
+    if isinstance(module, nn.Tanh | nn.Softsign):
+        return -1.0, 1.0
+    if isinstance(module, nn.Sigmoid | nn.Hardsigmoid):
+        return 0.0, 1.0
+    return None
+
+
 def _one_number(value: Any, name: str, module: str) -> Any:
     """Return what a function returned, without reading a tensor; raise if it is not one number."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(()).to(widest_float(value.device), copy=True)
+        return value.detach().reshape(()).to(widest_float(value.device))
     if isinstance(value, int | float):
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""

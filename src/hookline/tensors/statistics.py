@@ -1,7 +1,7 @@
-"""Statistics of tensors: of one, or of many at once, such as all gradients of an optimizer.
+"""Statistics of many tensors at once, such as all gradients of an optimizer.
 
-Results are tensors on the device, with one row per tensor, so that they can be copied to the host
-together. A sharded tensor (a `DTensor`) is measured by each rank in the part that it
+Every function returns tensors on the device with one row per tensor, so that they can be copied to
+the host together. A sharded tensor (a `DTensor`) is measured by each rank in the part that it
 holds, and the columns of several measurements are merged by one collective, `merge_ranks`, which
 all ranks have to call.
 
@@ -11,10 +11,8 @@ within its cache, and keeps counts in float32 exact.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -30,6 +28,8 @@ _PER_OCTAVE = 64
 _TOP = _OCTAVES * _PER_OCTAVE + 1  # the fine bin of the largest magnitude; that of zero is 0
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+Measure = Callable[[Tensor], list[Tensor]]
+
 
 Columns = dict[str, Tensor]
 """Measurements by name, each with one row per tensor. Of the finite values: `finite` (how many),
@@ -70,20 +70,26 @@ class TensorStatistics:
 
     def sizes(self) -> list[int]:
         """Return the number of elements of each tensor, on all ranks together."""
-        return [t.numel() * (2 if t.is_complex() else 1) for t in self._tensors]
+        return [_real_numel(tensor) for tensor in self._tensors]
 
     def norms(self) -> Tensor:
         """Return the 2-norm of each tensor; half precision is computed in float32."""
         return _norms(self.local, self.home)
 
+    @torch.no_grad()
     def moments(self) -> Columns:
         """Return the moments of each tensor's finite values."""
-        home, dtype = self.home, widest_float(self.home)
-        rows = torch.stack([moments(tensor).to(home, dtype) for tensor in self.local])
-        finite, mean, squares, low, high, zeros = rows.unbind(1)
-        largest = torch.maximum(high, -low).clamp(min=0)
+        rows = [_by_piece(tensor, _first_pass, largest_at=1) for tensor in self.local]
+        sums, largest, nonzero, finite = _columns(rows, self.home)
+        mean = sums / finite.clamp(min=1)
+        # A second pass: the mean square less the square of the mean would be noise where the mean
+        # is much larger than the deviation.
+        pairs = zip(self.local, mean, strict=True)
+        deviations = [_by_piece(tensor, partial(_deviation, center)) for tensor, center in pairs]
+        squares = _columns(deviations, self.home)[0]
         names = ("finite", "mean", "squares", "largest", "zeros")
-        return dict(zip(names, (finite, mean, squares, largest, zeros), strict=True))
+        values = (finite, mean, squares, largest, finite - nonzero)
+        return dict(zip(names, values, strict=True))
 
     @torch.no_grad()
     def distributions(
@@ -144,7 +150,8 @@ class TensorStatistics:
         with _nondeterministic_counting():
             for row, tensor in enumerate(self.local):
                 counts = torch.zeros(bins, dtype=widest_float(self.home), device=self.home)
-                for values in _pieces(tensor):
+                for piece in _pieces(tensor):
+                    values = _at_least_float32(piece)
                     indices = bins_of(values / scale[row].to(values.device, values.dtype))
                     counts += _bin_counts(indices, bins).to(self.home)
                 rows.append(counts)
@@ -212,6 +219,10 @@ def _merge_column(name: str, ranks: Columns) -> Tensor:
     return (column + finite * (means - mean).square()).sum(0)
 
 
+def _real_numel(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 # -- norms ----------------------------------------------------------------------------------------
 
 
@@ -236,99 +247,50 @@ def _same_type_norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(foreach_norm(tensors, 2, dtype))
 
 
-# -- moments --------------------------------------------------------------------------------------
+# -- piece by piece -------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def moments(tensor: Tensor) -> Tensor:
-    """Return moments of a dense tensor's finite values, as a vector on its device.
-
-    These are their number, mean, sum of squared distances from the mean, smallest and largest
-    value (infinities if there are none), and how many of them are zero.
-    """
-    wide = widest_float(tensor.device)
-    if not tensor.numel():  # a rank may hold no part of a sharded tensor
-        return torch.tensor([0, 0, 0, math.inf, -math.inf, 0], dtype=wide, device=tensor.device)
-    counts = torch.stack([_count_finite(piece, wide) for piece in _pieces(tensor)]).sum(0)
-    total, finite, nonzero = counts.unbind()
-    mean = total / finite.clamp(min=1)
-    # A second pass: the mean square less the square of the mean would be noise where the mean is
-    # much larger than the deviation.
-    spread = torch.stack([_measure_spread(piece, mean) for piece in _pieces(tensor)])
-    low = spread[:, 1].amin().where(finite > 0, math.inf)
-    high = spread[:, 2].amax().where(finite > 0, -math.inf)
-    return torch.stack([finite, mean, spread[:, 0].sum(), low, high, finite - nonzero])
+def _by_piece(tensor: Tensor, measure: Measure, largest_at: int | None = None) -> list[Tensor]:
+    """Measure the pieces of a tensor; add up all columns, but keep the largest of `largest_at`."""
+    found = [measure(_at_least_float32(piece)) for piece in _pieces(tensor)]
+    if len(found) == 1:
+        return found[0]
+    columns = [torch.stack(column) for column in zip(*found, strict=True)]
+    return [
+        column.amax() if number == largest_at else column.to(widest_float(column.device)).sum()
+        for number, column in enumerate(columns)
+    ]
 
 
-def _count_finite(values: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the sum of the finite values, their number, and how many are not zero."""
-    clean = values.nan_to_num(0, 0, 0)
-    numbers = [clean.sum(dtype=wide), (clean == values).sum(), clean.count_nonzero()]
-    return torch.stack([number.to(wide) for number in numbers])
-
-
-def _measure_spread(values: Tensor, mean: Tensor) -> Tensor:
-    """Return the sum of squared distances from the mean, the smallest and the largest value."""
-    center = mean.to(values.dtype)
-    finite = torch.where(values.isfinite(), values, center)  # the mean adds nothing
-    low, high = finite.aminmax()
-    distance = torch.linalg.vector_norm(finite - center, dtype=mean.dtype)
-    return torch.stack([distance.square(), low.to(mean.dtype), high.to(mean.dtype)])
-
-
-def merge_moments(parts: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
-    """Return number, mean and squared distances of values, from those of parts of them.
-
-    With the formula of Chan, Golub and LeVeque.
-    """
-    parts = list(parts)
-    number = sum(n for n, _, _ in parts)
-    mean = math.fsum(n * m for n, m, _ in parts) / max(number, 1)
-    squares = math.fsum(s + n * (m - mean) * (m - mean) for n, m, s in parts)
-    return number, mean, squares
-
-
-@dataclass(slots=True)
-class Totals:
-    """The statistics of values that come one after another, such as a module's, on the host."""
-
-    size: int = 0
-    finite: float = 0
-    mean: float = 0.0
-    squares: float = 0.0  # the sum of squared distances from the mean
-    low: float = math.inf
-    high: float = -math.inf
-    zeros: float = 0
-
-    def add(self, size: int, row: Sequence[float]) -> None:
-        """Add a tensor of this size, with its `moments`."""
-        finite, mean, squares, low, high, zeros = row
-        self.size += size
-        known = (self.finite, self.mean, self.squares)
-        self.finite, self.mean, self.squares = merge_moments([known, (finite, mean, squares)])
-        self.low, self.high = min(self.low, low), max(self.high, high)
-        self.zeros += zeros
-
-    def metric(self, name: str) -> float:
-        """Return one of the statistics."""
-        if name == "zeros":
-            return self.zeros / self.size
-        if name == "nonfinite":
-            return self.size - int(self.finite)
-        if not self.finite and name != "norm":
-            return math.nan
-        if name == "std":  # of the population: divided by the count, not the count less 1
-            return math.sqrt(self.squares / self.finite)
-        if name == "norm":
-            return math.sqrt(self.squares + self.finite * self.mean**2) if self.finite else math.nan
-        return {"mean": self.mean, "min": self.low, "max": self.high}[name]
-
-
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the values in pieces, in float32 or float64."""
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
     size = 1 << 17 if tensor.device.type == "cpu" else 1 << 22
-    for piece in torch.split(tensor.detach().reshape(-1), size):
-        yield piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+    return torch.split(tensor.detach().reshape(-1), size)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+def _columns(rows: list[list[Tensor]], home: torch.device) -> list[Tensor]:
+    columns = zip(*rows, strict=True)
+    dtype = widest_float(home)
+    return [torch.stack([value.to(home, dtype) for value in column]) for column in columns]
+
+
+def _first_pass(values: Tensor) -> list[Tensor]:
+    """Return the sum, the largest magnitude, and how many values are nonzero and finite."""
+    if not values.numel():  # a rank may hold no part of a sharded tensor
+        return [values.new_zeros(())] * 4
+    clean = values.nan_to_num(0, 0, 0)
+    low, high = clean.aminmax()
+    largest = torch.maximum(high, -low)
+    return [clean.sum(), largest, clean.count_nonzero(), (clean == values).sum()]
+
+
+def _deviation(mean: Tensor, values: Tensor) -> list[Tensor]:
+    """Return the sum of squared distances from the mean."""
+    distances = (values - mean.to(values.device, values.dtype)).nan_to_num_(0, 0, 0)
+    return [torch.linalg.vector_norm(distances).to(widest_float(values.device)).square()]
 
 
 # -- counting -------------------------------------------------------------------------------------

@@ -92,13 +92,11 @@ class Times:
         if len(self._spans) > _MAX_SPANS:
             self._sum_up(wait=False)
 
-    def sums(self, *, reset: bool) -> dict[str, float]:
-        """Return milliseconds by name. This waits for spans that are still running."""
+    def take(self) -> dict[str, float]:
+        """Return milliseconds by name, and reset. This waits for spans that are still running."""
         self._sum_up(wait=True)
         with self._lock:
-            sums = dict(self._sums)
-            if reset:
-                self._sums = {}
+            sums, self._sums = self._sums, {}
         return sums
 
     def _sum_up(self, *, wait: bool) -> None:

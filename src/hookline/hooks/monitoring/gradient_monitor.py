@@ -14,7 +14,7 @@ from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.loop.processes import is_main_process
 from hookline.tensors.device_numbers import read_tensors
-from hookline.tensors.statistics import merge_moments, merge_ranks
+from hookline.tensors.statistics import merge_ranks
 
 log = logging.getLogger("hookline")
 
@@ -189,14 +189,14 @@ class GradientMonitor(ParameterMonitor):
             _warn_of_new(layers, warned, list(norms), what, step)
 
 
-_STATISTICS = ("size", "finite", "mean", "squares", "largest", "zeros")
+_STATISTICS = ("size", "finite", "mean", "std", "largest", "zeros")
 
 
 def _statistics_of(layer: str, values: dict[str, float]) -> Iterator[tuple[str, str, float]]:
     yield layer, "nonfinite", values["size"] - values["finite"]
     if values["finite"]:
         yield layer, "mean", values["mean"]
-        yield layer, "std", math.sqrt(values["squares"] / values["finite"])
+        yield layer, "std", values["std"]
         yield layer, "abs_max", values["largest"]
         yield layer, "zeros", values["zeros"] / values["size"]
 
@@ -228,6 +228,12 @@ def _read_report(measured: Sequence[MonitoredParameters]) -> Report:
         if several:
             sizes = zip(gradients.names, gradients.sizes, strict=True)
             report.setdefault("size", {}).update(sizes)
+    if "squares" in report:
+        finite = report["finite"]
+        report["std"] = {
+            name: math.sqrt(squares / max(finite[name], 1))
+            for name, squares in report.pop("squares").items()
+        }
     return report
 
 
@@ -239,9 +245,14 @@ def _combine_layers(report: Report) -> dict[str, float]:
         if measure in report
     }
     if "finite" in report:
-        moments = ("finite", "mean", "squares")
-        layers = zip(*(report[measure].values() for measure in moments), strict=True)
-        total |= dict(zip(moments, merge_moments(layers), strict=True))
+        counts, means = report["finite"], report["mean"]
+        finite = sum(counts.values())
+        mean = math.fsum(means[name] * count for name, count in counts.items()) / max(finite, 1)
+        squares = math.fsum(
+            (report["std"][name] ** 2 + (means[name] - mean) ** 2) * count
+            for name, count in counts.items()
+        )
+        total |= {"finite": finite, "mean": mean, "std": math.sqrt(squares / max(finite, 1))}
         total |= {measure: sum(report[measure].values()) for measure in ("zeros", "size")}
         total["largest"] = max(report["largest"].values())
     return total

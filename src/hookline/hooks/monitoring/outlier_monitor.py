@@ -13,11 +13,11 @@ from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.nested import tensors_in
+from hookline.tensors.running_statistics import unit_dimension
 from hookline.tensors.sharded import local
 
 _MASSIVE = 100.0  # a massive activation is above this, and above so many medians:
 _MASSIVE_RATIO = 1000.0
-_CHANNELS_SECOND = (nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 _PIECE = 1 << 22  # values that are measured at once
 
 
@@ -97,7 +97,7 @@ class OutlierMonitor(ModuleMonitor):
 
     @torch.no_grad()
     def _measure(self, output: Tensor, module: nn.Module | None) -> dict[str, Tensor]:
-        rows = output.movedim(_unit_dimension(module, output), -1)
+        rows = output.movedim(unit_dimension(module, output), -1)
         rows = rows.reshape(-1, rows.shape[-1])  # positions by units
         low, high = (value.float() for value in rows.aminmax())
         largest = torch.maximum(high, -low)
@@ -130,23 +130,6 @@ class OutlierMonitor(ModuleMonitor):
             "dead": (of_units == 0).float().mean(),
             "dormant": (of_units <= self.tau * of_units.mean()).float().mean(),
         }
-
-
-def _unit_dimension(module: nn.Module | None, tensor: Tensor) -> int:
-    """Return the dimension of a module's output that counts units.
-
-    For convolutions and their norms it is the channel dimension, with or without a batch
-    dimension. Otherwise it is the second one for images and volumes, and the last one for the rest.
-    """
-    unbatched = 0  # the number of dimensions of one sample, where it is known
-    if isinstance(module, nn.modules.conv._ConvNd):
-        unbatched = 1 + len(module.kernel_size)
-    elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        unbatched = module._get_no_batch_dim()
-    if unbatched and tensor.ndim >= unbatched:
-        return -unbatched
-    channels_second = tensor.ndim > 3 or isinstance(module, _CHANNELS_SECOND)
-    return 1 if channels_second and tensor.ndim > 1 else -1
 
 
 def _effective_rank(rows: Tensor, samples: int) -> Tensor:
