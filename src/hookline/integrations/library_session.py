@@ -167,7 +167,7 @@ class LibrarySession(Session):
         state.optimizers, state.schedulers, state.scaler = optimizers, self.schedulers, scaler
         self._connect(called)
         self.is_connected = True
-        self._watch.ends_with_batch = ends_with_batch
+        self._watch.rule.ends_with_batch = ends_with_batch
         if self._allow_missing:
             self._watch.checks.allow_missing = True
             self.hooks.raise_on_missing_args = False
@@ -359,7 +359,7 @@ class LibrarySession(Session):
         Returns:
             Whether the trainer is between two steps now.
         """
-        if self._watch.ends_with_batch:
+        if self._watch.rule.ends_with_batch:
             self._watch.end_open_step()
         batch = self._phases.batch
         has_stepped = batch is None or batch.ended

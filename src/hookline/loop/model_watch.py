@@ -6,7 +6,7 @@ They are registered and removed as hooks need them. Nothing is wrapped or replac
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol
@@ -21,7 +21,20 @@ from hookline.tensors.module_classes import is_fsdp_module
 
 
 class ModelGroup(torch.nn.ModuleList):
-    """Several models that one loop trains, such as a generator and a discriminator."""
+    """Several models that one loop trains, such as a generator and a discriminator.
+
+    With names, the names of their parameters begin with these: `generator.main.3.weight`.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], names: Iterable[str] = ()) -> None:
+        named = dict(zip(names, models, strict=True)) if names else None
+        super().__init__(models if named is None else ())
+        for name, model in (named or {}).items():
+            self.add_module(name, model)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a model by its number or its name."""
+        return self._modules[key] if isinstance(key, str) else list(self)[key]
 
 
 @dataclass(frozen=True)

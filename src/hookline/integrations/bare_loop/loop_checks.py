@@ -6,7 +6,6 @@ that trains.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from hookline.dispatch import HookManager
 from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
-from hookline.integrations.patches import find_frame
 from hookline.loop.event_context import Versions, gradient_versions
 from hookline.loop.model_watch import ForwardTargets, ModelGroup
 
@@ -73,8 +71,8 @@ _ARGUMENTS = {
 }
 
 _PROBLEMS = {  # loops that hooks would see wrong
-    "second step": "Optimizer {idx} steps again before the others have stepped, so steps cannot be "
-    "counted. Attach each optimizer with a session of its own.",
+    "second scaler": "The loop steps through a second GradScaler, whose state would not be saved. "
+    "Attach each optimizer with its scaler, in a session of its own.",
     "unused scaler": "attach was given a scaler, but the loop calls optimizer.step() itself, on "
     "scaled gradients. Call scaler.step(optimizer), or do not give attach the scaler.",
     "changed gradients": "{listeners} reads gradients before anything has changed them, but this "
@@ -85,6 +83,10 @@ _PROBLEMS = {  # loops that hooks would see wrong
     "another norm than the one that is asked for. Call `scaler.unscale_(optimizer)` before it.",
     "backward after clip": "Backward runs after gradients were clipped, before optimizer.step, so "
     "hooks have seen a part of the gradients only. Clip once, after the last backward of a step.",
+}
+_OF_STEPS = {  # events and flows that an optimizer's step causes
+    *("on_gradients_ready", "update", "on_gradient_clip", "on_before_optimizer_step"),
+    *("on_after_optimizer_step", "on_step_skipped", "on_step_end"),
 }
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
@@ -107,6 +109,8 @@ class Requirements:
         """Raise for an argument that this loop has not provided."""
         if name == "loss":
             raise NotSuppliedError(f"This loop has not provided 'loss'{self.why_no_loss}")
+        if name == "lr":
+            raise NotSuppliedError("The optimizer has no 'lr' in its param_groups.")
         if name not in _ARGUMENTS:
             raise AttributeError(f"The event context has no '{name}'.")
         call = self.calls[_ARGUMENTS[name]]
@@ -222,7 +226,6 @@ class LoopChecks:
     ) -> None:
         self.session, self._requirements, self._called = session, requirements, called
         self._context, self._hooks = session.loop.context, session.loop.hooks
-        self._scaler = session.loop.state.scaler
         self.is_first_step = True
         self.allow_missing = False
         self._warned: set[str] = set()
@@ -236,7 +239,6 @@ class LoopChecks:
     def raise_or_warn(self, problems: list[str]) -> None:
         """Raise for what hooks need and do not get in the first step; later, warn."""
         if problems and self.is_first_step and not self.allow_missing:
-            problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
             lines = (f"  - {problem}" for problem in problems)
             self._refuse(NotSuppliedError("Hooks need what this loop does not provide:", *lines))
         for problem in problems:
@@ -288,36 +290,20 @@ class LoopChecks:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""
         if versions == gradient_versions(optimizer):
             return
-        if self.is_first_step:
-            self.raise_or_warn(self.unnamed_scaler(search=True))  # it has changed them
         listeners = ", ".join(self._hooks.listeners("on_gradients_ready"))
         self.report("changed gradients", listeners=listeners)
 
-    def unnamed_scaler(self, *, search: bool = False) -> list[str]:
-        """Return a line if the loop uses an enabled scaler that attach was not given.
-
-        Args:
-            search: also find one that has unscaled gradients before a step. This takes long.
-        """
-        if self._scaler is not None:
-            return []
-        step = find_frame(torch.amp.GradScaler.step)
-        scaler: torch.amp.GradScaler | None = None if step is None else step.f_locals["self"]
-        if scaler is None and search:
-            scaler = self._find_scaler()
-        if scaler is None or not scaler.is_enabled():
-            return []
-        return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
-
-    def _find_scaler(self) -> torch.amp.GradScaler | None:
-        """Return a scaler that has unscaled gradients of an attached optimizer."""
-        attached = set(map(id, self._context.optimizers))
-        for found in gc.get_objects():
-            if issubclass(type(found), torch.amp.GradScaler):
-                scaler: torch.amp.GradScaler = found
-                if scaler.is_enabled() and attached & scaler._per_optimizer_states.keys():
-                    return scaler
-        return None
+    def warn_of_no_optimizer(self, what: str) -> None:
+        """Warn that no optimizer was seen, and which hooks are not called without one."""
+        events = [e for e in (*EVENTS, *FLOWS) if e in _OF_STEPS]
+        labels = ", ".join(self._listeners(*events))
+        missing = f", so {labels} is not called" if labels else ""
+        self.warn_once(
+            what,
+            f"{what} the parameters of the attached model{missing}. Optimizers of torch are seen "
+            "when they step; give any other to attach. A loop that updates parameters by itself "
+            "calls its hooks: `hookline.HookRunner(hooks)`.",
+        )
 
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""

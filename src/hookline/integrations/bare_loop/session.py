@@ -83,7 +83,7 @@ _attached: WeakSet[Session] = WeakSet()
 
 _STATE = (  # what a checkpoint of the loop's own, or of another library, has of a session
     *("hooks", "attributes", "disabled", "step", "best_accuracy", "run", "logged", "unreported"),
-    *("means", "tokens_seen", "epoch"),
+    *("means", "tokens_seen", "epoch", "step_of"),
 )
 
 
@@ -95,8 +95,10 @@ class Session:
     `detach()` ends it. Hooks get it as `trainer`, and may set attributes of their own on it.
 
     Args:
+        names: of the optimizers, if they have any.
         options: those of `attach`, checked.
         accumulated_batches: by which number losses are divided for accumulation; 0 if unknown.
+        step_of: the number of the optimizer whose step ends a step; None if the user has not said.
 
     Attributes:
         model: the model.
@@ -120,17 +122,19 @@ class Session:
         schedulers: list[Any],
         scaler: torch.amp.GradScaler | None,
         *,
+        names: tuple[str, ...] = (),
         options: SimpleNamespace,
         accumulated_batches: int = 0,
+        step_of: int | None = None,
     ) -> None:
         self.model, self.optimizers = model, optimizers
-        self.schedulers, self.scaler = schedulers, scaler
+        self.schedulers, self.scaler, self._names = schedulers, scaler, names
         self.hparams, self.name, self.tags = options.hparams, options.name, options.tags
         self.config = SimpleNamespace(debug=False) if options.config is None else options.config
         self.run: Run | None = None
         self._runs, self._wants_report = options.runs, options.report
         self._loss_divided, self._accumulated_batches = options.loss_divided, accumulated_batches
-        self._watches_generation = options.watch_generation
+        self._watches_generation, self._step_of = options.watch_generation, step_of
         self._requirements = Requirements()
         given = {"config": options.config, "run": options.runs}
         self._requirements.provided = {n for n, value in given.items() if value is not None}
@@ -163,6 +167,7 @@ class Session:
     def _make_loop(self, options: SimpleNamespace) -> tuple[HookManager, Loop]:
         context = EventContext(self, self._requirements.read_absent)
         context.connect(self.model, self.optimizers)
+        context.optimizer_names = self._names
         context.provide("config", options.config)
         if self._runs is not None:
             context.run = None  # until training starts, and on ranks other than the first
@@ -252,6 +257,7 @@ class Session:
             called=called,
             loss_divided=self._loss_divided,
             accumulated_batches=self._accumulated_batches,
+            step_of=self._step_of,
         )
         generation = self._generation = GenerationWatch(
             loop.context, is_shown=self._watches_generation
@@ -283,6 +289,7 @@ class Session:
     def state_items(self) -> list[StateItem]:
         """Return the items of a checkpoint's state that our own trainer does not have, or else."""
         record, records, saves = self.loop.record, self.loop.ranks.records, self._saves
+        rule = self._watch.rule
 
         def load_random(state: Any) -> None:
             if state:
@@ -292,6 +299,7 @@ class Session:
         load_unreported = partial(setattr, self, "_unreported")
         return [
             *self._phases.state_items(),
+            StateItem("step_of", lambda: rule.ends_with, rule.load),
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
@@ -546,6 +554,10 @@ class Session:
         if context.status in ("completed", "stopped"):
             for line in self._requirements.pending(self.hooks):
                 log.warning("The loop has ended. %s", line)
+            if self.started and self._watch.awaits_optimizer:
+                self._watch.checks.warn_of_no_optimizer(
+                    "The loop has ended, and no optimizer has stepped"
+                )
 
     def _end_training(self) -> None:
         """Save what was requested, and fire `on_train_end`."""

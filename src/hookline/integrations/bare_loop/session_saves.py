@@ -24,6 +24,7 @@ from hookline.checkpoint.checkpoint_folder import load_checkpoint
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
+from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer, has_step_hooks
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
@@ -54,6 +55,8 @@ class SessionSaves:
 
     def __init__(self, loop: Loop, watch: StepWatch) -> None:
         self._loop, self._watch = loop, watch
+        for optimizer in loop.context.optimizers:
+            _check_has_state(optimizer)
         self._boundary = _StepBoundary(weakref.proxy(self), loop.context.model, watch)
         self._agreed: list[SaveRequest] = []  # with their folders; to be saved at the boundary
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
@@ -249,6 +252,19 @@ class SessionSaves:
         return found
 
 
+def _check_has_state(optimizer: Any) -> None:
+    """Raise for an object like an optimizer whose state a checkpoint could not restore."""
+    if has_step_hooks(optimizer) or isinstance(optimizer, AwaitedOptimizer):
+        return
+    kind = type(optimizer)
+    methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    if not methods or not {"state", "param_groups"} <= optimizer.state_dict().keys():
+        raise LoopError(
+            f"The state of {kind.__name__} cannot be saved in a checkpoint. It needs `state_dict` "
+            "and `load_state_dict`, with 'state' and 'param_groups' as in torch.optim.Optimizer."
+        )
+
+
 class _StepBoundary:
     """Saves before the next call of the model, or of a part of it if the model is never called.
 
@@ -305,7 +321,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(model, ModelGroup):
         inner_models = [unwrapped(each) for each in model]
         are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
-        return model if are_own else ModelGroup(inner_models)
+        return model if are_own else ModelGroup(inner_models, list(model._modules))
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
         inner = inner.module
