@@ -37,6 +37,11 @@ class ModelGroup(torch.nn.ModuleList):
         return self._modules[key] if isinstance(key, str) else list(self)[key]
 
 
+def models_in(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the models of a group, or the one model."""
+    return list(model) if isinstance(model, ModelGroup) else [model]
+
+
 @dataclass(frozen=True)
 class ForwardTargets:
     """The modules that a loop calls, where these are not the model itself.
@@ -176,8 +181,7 @@ class ModelWatch:
             hide_hooks(wrapper)
 
     def _models(self) -> list[torch.nn.Module]:
-        models = list(self.model) if isinstance(self.model, ModelGroup) else [self.model]
-        return [*models, *self._called.parts]
+        return [*models_in(self.model), *self._called.parts]
 
     def detach(self) -> None:
         """Remove all hooks from the model."""

@@ -18,7 +18,7 @@ from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
 from hookline.loop.event_context import Versions, gradient_versions
-from hookline.loop.model_watch import ForwardTargets, ModelGroup
+from hookline.loop.model_watch import ForwardTargets, models_in
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
@@ -27,7 +27,8 @@ log = logging.getLogger("hookline")
 
 CALLS: Mapping[str, str] = {
     "epoch": "Wrap each epoch: `with session.epoch():`.",
-    "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
+    "batches": "Iterate over a torch DataLoader; if its batches cannot be told from others, or "
+    "for anything else, load them through the session: `for batch in session.batches(loader):`.",
     "backward": "Let the session run backward: `session.backward(loss)` instead of "
     "`loss.backward()`.",
     "forward": "Attach what the loop calls: the compiled or wrapped model, not the one inside; and "
@@ -38,8 +39,9 @@ CALLS: Mapping[str, str] = {
     "resumed": "Load with `session.load_checkpoint()`, or say when the loop has loaded by "
     "itself: `session.notify_checkpoint_loaded(path, step=…)`.",
     "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
-    "tokens": "Load batches with `input_ids`, or with integer inputs of two or more dimensions, "
-    "through `session.batches(loader)`, or say how to count: `attach(…, tokens=lambda batch: …)`.",
+    "tokens": "They are counted in batches with `input_ids` or integer inputs of two or more "
+    "dimensions, and in the input of the model's first `nn.Embedding`. Say how to count a batch: "
+    "`attach(…, tokens=lambda batch: …)`.",
     "config": "Give it to attach: `attach(…, config=…)`.",
     "log": "Report it: `session.log('loss', value)` before the batch ends.",
     "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
@@ -88,6 +90,9 @@ _OF_STEPS = {  # events and flows that an optimizer's step causes
     *("on_gradients_ready", "update", "on_gradient_clip", "on_before_optimizer_step"),
     *("on_after_optimizer_step", "on_step_skipped", "on_step_end"),
 }
+_OF_DATA = {  # arguments that come from batches
+    *("batch", "batch_idx", "dataloader_idx", "dataloader_name", "tokens_seen", "ctx", "state"),
+}
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
@@ -98,12 +103,14 @@ class Requirements:
         provided: the keys of `CALLS` for what the loop provides.
         calls: what to do about each need, where it is not a call of the loop.
         why_no_loss: the end of the sentence that the loop has not provided the loss.
+        counts_batches: whether the user's own function counts the tokens of batches.
     """
 
     def __init__(self) -> None:
         self.provided: set[str] = set()
         self.calls: Mapping[str, str] = CALLS
         self.why_no_loss = f". {CALLS['backward']}"
+        self.counts_batches = False
 
     def read_absent(self, name: str) -> Any:
         """Raise for an argument that this loop has not provided."""
@@ -119,6 +126,8 @@ class Requirements:
     def unmet(self, hooks: HookManager, needs: Iterable[str] = CALLS) -> Iterator[str]:
         """Yield a line for everything that hooks need and the loop has not provided."""
         looked_at = set(needs) - self.provided
+        if self.counts_batches and "batches" in looked_at:
+            yield f"attach(…, tokens=…) has no effect, because no batch is seen. {CALLS['batches']}"
         yield from self._waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
         for event, _ in _listening(hooks):
             if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
@@ -174,6 +183,7 @@ class HookNeeds:
     calls: bool
     backward: bool
     batch_metrics: bool
+    batches: bool
     asks_for_loss: tuple[str, ...]  # the methods that cannot be called without it
 
     @classmethod
@@ -200,16 +210,17 @@ class HookNeeds:
             # A checkpoint is not saved between a backward and the step.
             backward=loss or clips or saves or fire.on_after_backward is not None,
             batch_metrics="metrics" in wanted["on_train_batch_end"],
+            batches=has_run
+            or bool(fire.on_train_batch_start or fire.on_train_batch_end)
+            or any(_OF_DATA & names.keys() for names in wanted.values()),
             asks_for_loss=tuple(asking),
         )
 
 
 def is_compiled_in_place(model: torch.nn.Module, called: ForwardTargets) -> bool:
     """Return whether `model.compile()` was called, on the model or on what is called instead."""
-    models = list(model) if isinstance(model, ModelGroup) else [model]
-    return any(
-        getattr(each, "_compiled_call_impl", None) is not None for each in (*models, *called.parts)
-    )
+    called_models = (*models_in(model), *called.parts)
+    return any(getattr(each, "_compiled_call_impl", None) is not None for each in called_models)
 
 
 class LoopChecks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -29,7 +29,7 @@ from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
-from hookline.loop.model_watch import ModelCallback, ModelGroup
+from hookline.loop.model_watch import ModelCallback, ModelGroup, models_in
 from hookline.loop.processes import (
     SingleProcessGroup,
     broadcast_from_main,
@@ -51,6 +51,9 @@ class SessionSaves:
     Args:
         loop: the loop.
         watch: watches its model and optimizers.
+
+    Attributes:
+        on_saved: called after something was saved at a boundary.
     """
 
     def __init__(self, loop: Loop, watch: StepWatch) -> None:
@@ -61,6 +64,7 @@ class SessionSaves:
         self._agreed: list[SaveRequest] = []  # with their folders; to be saved at the boundary
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
         self._has_ended = False
+        self.on_saved: Callable[[], None] | None = None
 
     def random(self) -> dict[str, Any]:
         """Return the random states of a checkpoint."""
@@ -148,6 +152,8 @@ class SessionSaves:
             requests, self._agreed = self._agreed, []
             self._loop.checkpoints.save(requests, together=self._is_together)
             self._random = None
+            if self.on_saved is not None:
+                self.on_saved()
 
     def finish(self, *, failed: bool, together: bool) -> None:
         """Save what was requested, wait for what is being written, and report it.
@@ -273,7 +279,7 @@ class _StepBoundary:
     """
 
     def __init__(self, saves: SessionSaves, model: torch.nn.Module, watch: StepWatch) -> None:
-        self._models = list(model) if isinstance(model, ModelGroup) else [model]
+        self._models = models_in(model)
         self._saves, self._watch = saves, watch
         self._handles: list[RemovableHandle] = []  # kept: a new hook would compile a model again
         self._part_handles: list[RemovableHandle] = []

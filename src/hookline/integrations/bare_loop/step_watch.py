@@ -49,12 +49,13 @@ from hookline.loop.event_context import (
     norm_or_error,
     version_of,
 )
-from hookline.loop.model_watch import ForwardTargets, ModelWatch, keep_out_of_graphs
+from hookline.loop.model_watch import ForwardTargets, ModelWatch, keep_out_of_graphs, models_in
 from hookline.loop.phase_times import PhaseTimes
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
 
 if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.data_watch import DataWatch
     from hookline.integrations.bare_loop.loop_phases import LoopPhases
     from hookline.integrations.bare_loop.session import Session
 
@@ -85,6 +86,7 @@ class StepWatch:
         accumulated_batches: the number by which losses are divided also in steps with fewer
             batches; 0 if it is not known.
         step_of: the number of the optimizer whose step ends a step; None if the user has not said.
+        data: finds the batches of the loop; None where another library's trainer has them.
 
     Attributes:
         rule: says when a step has ended.
@@ -105,11 +107,13 @@ class StepWatch:
         loss_divided: bool | None = None,
         accumulated_batches: int = 0,
         step_of: int | None = None,
+        data: DataWatch | None = None,
     ) -> None:
         loop = session.loop
         self.loop, self.context, self.hooks = loop, loop.context, loop.hooks
         self.called = called or ForwardTargets()
         self._session, self._requirements, self._phases = session, requirements, phases
+        self._data = data
         context, scaler = loop.context, loop.state.scaler
         self.dispatchers = loop.hooks.dispatchers
         self.times = PhaseTimes()
@@ -164,6 +168,8 @@ class StepWatch:
     def detach(self) -> None:
         """Remove all hooks from model, optimizers and scaler."""
         self.model.detach()
+        if self._data is not None:
+            self._data.detach()
         self._steps.detach()
         self._index = {}
         scaler_patch.remove(self)
@@ -175,6 +181,7 @@ class StepWatch:
         """Keep nobody alive who has this watch: it was detached."""
         self._session = self.checks.session = weakref.proxy(self._session)
         self._phases = weakref.proxy(self._phases)
+        self._data = None
         self.model.listener = weakref.proxy(self)
 
     def leave(self) -> None:
@@ -201,10 +208,17 @@ class StepWatch:
             calls=(needs.calls or starts or self.always_sees_calls) and not compiled,
             returns=backward and not compiled,
         )
+        if self._data is not None:
+            wanted = needs.batches or self._requirements.counts_batches
+            self._data.watch(batches=wanted and not compiled, is_compiled=self._is_compiled())
         (clip_patch.add if needs.clips else clip_patch.remove)(self)
         (backward_patch.add if backward else backward_patch.remove)(self)
         self._unchecked = True
         self._takes_short_path = self._starts_silently = False
+
+    def _is_compiled(self) -> bool:
+        """Return whether hooks on parts of the model would be compiled."""
+        return any(hasattr(model, "_orig_mod") for model in models_in(self.context.model))
 
     # -- optimizers that attach was not given -----------------------------------------------------
 
