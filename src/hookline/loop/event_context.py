@@ -212,7 +212,11 @@ class EventContext:
     @property
     def grad_norm(self) -> LazyFloat:
         """The norm of all gradients, before clipping if the loop's clipping is known."""
-        return LazyFloat(self.norm())
+        norm, loss = self.norm(), self.__dict__.get("loss")
+        number = LazyFloat(norm)
+        if norm.device.type != "cpu" and type(loss) is LazyFloat:
+            loss.read_with(number)  # reading both waits for the device once
+        return number
 
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients, on the device."""

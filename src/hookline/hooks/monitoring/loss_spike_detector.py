@@ -46,7 +46,8 @@ class LossSpikeDetector(TrainingMonitor):
 
     A spike that is repeated by a resumed training is recorded once, and up to 100 in a run.
     `indices` is null where the loop does not know them: Hookline's trainer and bare loops do, for a
-    map-style dataset of a torch `DataLoader`.
+    `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
+    With several ranks, the first one's loss and batches are watched.
 
     Args:
         threshold: the z-score above which a loss is a spike.

@@ -24,6 +24,9 @@ from hookline.loop.model_watch import ModelGroup
 
 log = logging.getLogger("hookline")
 
+_HAS_DIVISOR = ("Div", "Mul", "ToCopy", "Compiled")  # operations that may divide, or hide it
+_NONE, _SINGLE = Counter[int](), Counter({0: 1})  # losses by turn; those of a single backward
+
 
 @dataclass(slots=True)
 class BackwardLoss:
@@ -84,7 +87,7 @@ class StepLosses:
         self._first: list[BackwardLoss] = []
         self._group = accumulated_batches  # the number that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
-        self._counts = Counter[int]()  # backwards of the step that ends, by turn
+        self._counts = _NONE  # backwards of the step that ends, by turn
 
     def read(self, loss: torch.Tensor | None, scaler: torch.amp.GradScaler | None) -> BackwardLoss:
         """Return the loss of a backward that begins, and by what it was divided and multiplied."""
@@ -92,6 +95,9 @@ class StepLosses:
         if loss is None or self._divided is False or self.divisor is not None:
             return BackwardLoss(loss, scaler=scaler)
         is_scaled = scaler is not None
+        node = loss.grad_fn
+        if not is_scaled and (node is None or not node.name().startswith(_HAS_DIVISOR)):
+            return BackwardLoss(loss)
         divisor = find_divisor(loss, is_scaled=is_scaled)
         compiled = divisor is None and is_compiled(loss, is_scaled=is_scaled)
         return BackwardLoss(loss, divisor=divisor, compiled=compiled, scaler=scaler)
@@ -146,32 +152,37 @@ class StepLosses:
     def set_step_loss(self) -> None:
         """Set the context's loss to that of the step."""
         losses = self._first or self._step
-        self._set(losses, Counter(seen.turn for seen in losses))
+        self._set(losses, _count_turns(losses))
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
         losses = self._first or self._step
-        self._counts = Counter(seen.turn for seen in losses)
-        for turn in self._counts:
-            self._learn([seen for seen in losses if seen.turn == turn])
+        self._counts = _count_turns(losses)
+        if len(losses) > 1 or self._divided:
+            for turn in self._counts:
+                self._learn([seen for seen in losses if seen.turn == turn])
         own = self._set(losses, self._counts)
         if not own:
             return
         self._context.latest_loss = self._context.loss
-        names = self._context.optimizer_names
+        names, means = self._context.optimizer_names, self._context.means
         self._is_separate |= bool(names) and len(self._counts) > 1
-        if self._is_separate:  # a mean over losses of different optimizers means nothing
-            of_turn = [f"train/loss/{names[i]}" for i in self.turns or [0]]
-            turns = [seen.turn for seen in losses]
-            self.named = [(of_turn[turn], loss) for turn, loss in zip(turns, own, strict=True)]
-        for name, loss in self.named or [("train/loss", loss) for loss in own]:
-            self._context.means.add(name, loss)
+        if not self._is_separate:
+            for loss in own:
+                means.add("train/loss", loss)
+            return
+        # A mean over losses of different optimizers means nothing.
+        of_turn = [f"train/loss/{names[i]}" for i in self.turns or [0]]
+        turns = [seen.turn for seen in losses]
+        self.named = [(of_turn[turn], loss) for turn, loss in zip(turns, own, strict=True)]
+        for name, loss in self.named:
+            means.add(name, loss)
 
     def forget(self) -> None:
         """Forget the losses of the step."""
         self._step.clear()
         self._first = []
-        self._counts = Counter()
+        self._counts = _NONE
         self.turns.clear()
         self.named = []
 
@@ -223,6 +234,10 @@ class StepLosses:
     def _set(self, losses: list[BackwardLoss], counts: Counter[int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context, absent = self._context, self._requirements
+        first = losses[0].loss if len(losses) == 1 else None
+        if first is not None and self._divisor(losses[0], counts[losses[0].turn]) == 1.0:
+            context.loss, absent.why_no_loss = LazyFloat(first), ""  # as in most loops
+            return [first]
         context.provide("loss", None)
         absent.why_no_loss = ""
         own: list[torch.Tensor] = []
@@ -251,6 +266,12 @@ class StepLosses:
                 lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
             )
         return own
+
+
+def _count_turns(losses: list[BackwardLoss]) -> Counter[int]:
+    """Return how many losses there are in each turn of a step."""
+    is_single = len(losses) == 1 and not losses[0].turn
+    return _SINGLE if is_single else Counter(seen.turn for seen in losses)
 
 
 def _unscaled(loss: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:

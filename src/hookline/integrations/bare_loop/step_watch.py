@@ -300,17 +300,24 @@ class StepWatch:
             return None
         if self.times.timed:
             self.times.lap("forward")
-        scaler = self._scaled_by if loss is not None and self._scaled() is loss else self.scaler
+        scaler = self.scaler
+        if self._scaled_by is not None and self._scaled() is loss:
+            scaler = self._scaled_by
         seen: BackwardLoss | None = None
         if self.losses.wanted:
             seen = BackwardLoss(given, given=True)
             if given is None:
                 seen = self.losses.read(loss, scaler)
         versions = list(map(gradient_versions, self.optimizers))
-        if self.backwards_seen and not versions[0] and self.awaits_optimizer:
-            self.checks.warn_of_no_optimizer("Gradients were dropped, and no optimizer has stepped")
+        if self._steps.searches and self._dropped_gradients(versions):
+            what = "Gradients were dropped, and no optimizer has stepped"
+            self.checks.warn_of_no_optimizer(what)
         self._backward = _Before(versions, seen, given is not None, scaler)
         return self._backward
+
+    def _dropped_gradients(self, versions: list[Versions]) -> bool:
+        """Return whether the loop had gradients that no optimizer has used."""
+        return self.awaits_optimizer and bool(self.backwards_seen) and not any(versions)
 
     def after_backward(self, before: _Before | None) -> None:
         """Note the loss and fire on_after_backward, if gradients have changed."""
@@ -788,8 +795,8 @@ class StepWatch:
         if context.norm_schedule is not None:
             context.prepare_norm()
         if self.dispatchers.on_step_end is not None:
-            if losses.wanted:
-                losses.set_step_loss()
+            if losses.wanted and context.known("current_batch") is not None:
+                losses.set_step_loss()  # that of its last batch may be there
             self.dispatchers.on_step_end(context)
         context.agreed_norm = None
         named = losses.named
