@@ -42,6 +42,11 @@ def models_in(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(model) if isinstance(model, ModelGroup) else [model]
 
 
+def is_compiled_in_place(model: torch.nn.Module) -> bool:
+    """Return whether `model.compile()` was called."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
 @dataclass(frozen=True)
 class ForwardTargets:
     """The modules that a loop calls, where these are not the model itself.
@@ -132,6 +137,8 @@ class ModelWatch:
         thread: the thread of the latest call, where calls are only counted.
         is_paused: whether calls of the model are not those of the loop.
         listener: what is called.
+        leaves_compiled: whether the driver sees the calls of models that were compiled in place
+            (`before_call`), where hooks would be compiled.
     """
 
     def __init__(
@@ -145,7 +152,7 @@ class ModelWatch:
         self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
         self.thread: int | None = None
-        self.is_paused = False
+        self.is_paused = self.leaves_compiled = False
         self.listener = listener
         self._handles: list[RemovableHandle] = []
         self._sees = (False, False)
@@ -165,6 +172,8 @@ class ModelWatch:
         self._sees = (calls, returns)
         self._depth = 0
         for model in self._models() if calls or returns else ():
+            if self.leaves_compiled and is_compiled_in_place(model):
+                continue
             if calls:
                 before = ModelCallback(self._before)
                 # FSDP2 replaces parameters by whole ones before forward: events come before that.
@@ -193,6 +202,18 @@ class ModelWatch:
         self._is_passed_on = False
         self._sees = (False, False)
         self._handles = []
+
+    def before_call(self, model: torch.nn.Module, args: Any) -> None:
+        """Handle a call of a model that was compiled in place, whose driver sees its calls."""
+        if self._sees[0]:
+            self._before(model, args)
+
+    def after_call(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
+        """Handle that such a call has returned, or raised."""
+        if self._sees[0]:
+            self._after(model, args, outputs)
+        elif self._sees[1]:
+            self._returned(model, args, outputs)
 
     def _pass_on(self, wrapper: torch.nn.Module, args: Any) -> None:
         self._is_passed_on = True

@@ -27,7 +27,7 @@ from hookline.integrations.bare_loop.loop_checks import CALLS
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
 from hookline.integrations.patches import SharedPatch
 from hookline.loop.evaluation import count_tokens
-from hookline.loop.model_watch import ModelCallback, models_in
+from hookline.loop.model_watch import ModelCallback, is_compiled_in_place, models_in
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.nested import tensors_in
 
@@ -93,7 +93,8 @@ class DataWatch:
         if not batches:
             return
         for model in models_in(self._model):
-            self._hook(model, self._before_forward)
+            if not is_compiled_in_place(model):
+                self._hook(model, self._before_forward)
         embedding = next((m for m in self._model.modules() if type(m) is torch.nn.Embedding), None)
         if self._counts_tokens and embedding is not None and not is_compiled:
             self._hook(embedding, self._count_tokens)
@@ -138,6 +139,11 @@ class DataWatch:
             return None
         is_loader = self.is_idle or self._number(current.dataset) == loader_idx
         return current.indices if is_loader else None
+
+    def before_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin the batch that a model is called with which was compiled in place."""
+        if self._sees_calls:
+            self._before_forward(model, args, kwargs)
 
     def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
         """Begin the batch that the model is called with."""

@@ -18,7 +18,6 @@ from hookline.errors import HooklineError, LoopError, NotSuppliedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
 from hookline.loop.event_context import Versions, gradient_versions
-from hookline.loop.model_watch import ForwardTargets, models_in
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
@@ -217,12 +216,6 @@ class HookNeeds:
         )
 
 
-def is_compiled_in_place(model: torch.nn.Module, called: ForwardTargets) -> bool:
-    """Return whether `model.compile()` was called, on the model or on what is called instead."""
-    called_models = (*models_in(model), *called.parts)
-    return any(getattr(each, "_compiled_call_impl", None) is not None for each in called_models)
-
-
 class LoopChecks:
     """Finds what a loop does that hooks would see wrong.
 
@@ -232,10 +225,8 @@ class LoopChecks:
         session: ends if the loop is refused in the first step.
     """
 
-    def __init__(
-        self, session: Session, requirements: Requirements, called: ForwardTargets
-    ) -> None:
-        self.session, self._requirements, self._called = session, requirements, called
+    def __init__(self, session: Session, requirements: Requirements) -> None:
+        self.session, self._requirements = session, requirements
         self._context, self._hooks = session.loop.context, session.loop.hooks
         self.is_first_step = True
         self.allow_missing = False
@@ -266,19 +257,9 @@ class LoopChecks:
         self.session.refuse(error)
         raise error
 
-    def check_hooks(self, *, on_calls: bool) -> None:
-        """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons.
-
-        Args:
-            on_calls: whether hooks on the model's calls are needed.
-        """
+    def check_hooks(self) -> None:
+        """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons."""
         problems = self._closure_problems()
-        if on_calls and is_compiled_in_place(self._context.model, self._called):
-            problems.append(
-                "This model was compiled in place (model.compile()), so hooks on its call would "
-                "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "
-                "loop and attach it."
-            )
         if problems:  # what else is known before training starts
             raise LoopError(*problems, *self._requirements.unmet(self._hooks, ("config", "run")))
 

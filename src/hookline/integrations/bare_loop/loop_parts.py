@@ -80,8 +80,9 @@ def _one_module(models: Any) -> Any:
     """Return several models as one; those of a mapping with their names."""
     if not isinstance(models, list | tuple | Mapping):
         return models
-    names = list(models) if isinstance(models, Mapping) else []
-    models = list(models.values()) if names else models
+    names: list[str] = []
+    if isinstance(models, Mapping):
+        names, models = list(models), list(models.values())
     models = read_items("attach(model, …)", models, "one or several torch.nn.Modules")
     for model in models:
         if not isinstance(model, torch.nn.Module):

@@ -54,12 +54,7 @@ from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.data_watch import DataWatch
 from hookline.integrations.bare_loop.generation import GenerationWatch
-from hookline.integrations.bare_loop.loop_checks import (
-    CALLS,
-    Requirements,
-    is_compiled_in_place,
-    saves_checkpoints,
-)
+from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, saves_checkpoints
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
@@ -479,11 +474,9 @@ class Session:
     def _start_saving(self) -> None:
         """Prepare for hooks that save."""
         if any(saves_checkpoints(self.hooks.get_hook(name)) for name in self.hooks):
-            self._watch.checks.check_hooks(on_calls=True)
             self._requirements.provided |= {"checkpoint", "resumed"}  # they cause these events
             self._make_saves()
-            compiled = is_compiled_in_place(self.model, self._watch.called)
-            self._saves_at_signal = self._runs is not None and not compiled
+            self._saves_at_signal = self._runs is not None
 
     def _start_record(self) -> None:
         loop, record = self.loop, self.loop.record

@@ -23,13 +23,12 @@ from hookline.checkpoint import Checkpoint, find_checkpoint
 from hookline.checkpoint.checkpoint_folder import load_checkpoint
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
-from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
 from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer, has_step_hooks
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
-from hookline.loop.model_watch import ModelCallback, ModelGroup, models_in
+from hookline.loop.model_watch import ModelCallback, ModelGroup, is_compiled_in_place, models_in
 from hookline.loop.processes import (
     SingleProcessGroup,
     broadcast_from_main,
@@ -112,18 +111,8 @@ class SessionSaves:
         return checkpoints.save([request], wait=wait, together=together)
 
     def request(self, request: SaveRequest, extra: Mapping[str, Any]) -> None:
-        """Save before the next step begins; several ranks agree on it until then.
-
-        Raises:
-            LoopError: the moment between two steps is not seen.
-        """
+        """Save before the next step begins; several ranks agree on it until then."""
         loop = self._loop
-        if is_compiled_in_place(loop.context.model, self._watch.called):
-            raise LoopError(
-                "This model was compiled in place (model.compile()), so the moment between two "
-                "steps is not seen. Use `compiled = torch.compile(model)`, call `compiled` in the "
-                "loop and attach it; or call `session.save_checkpoint()` in the loop."
-            )
         if request.path is None:
             loop.checkpoints.check_folder()
         loop.requests.checkpoint(request)
@@ -279,7 +268,8 @@ class _StepBoundary:
     """
 
     def __init__(self, saves: SessionSaves, model: torch.nn.Module, watch: StepWatch) -> None:
-        self._models = models_in(model)
+        # The watch sees the calls of a model that was compiled in place.
+        self._models = [each for each in models_in(model) if not is_compiled_in_place(each)]
         self._saves, self._watch = saves, watch
         self._handles: list[RemovableHandle] = []  # kept: a new hook would compile a model again
         self._part_handles: list[RemovableHandle] = []

@@ -31,7 +31,6 @@ from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
     LoopChecks,
     Requirements,
-    is_compiled_in_place,
 )
 from hookline.integrations.bare_loop.optimizer_watch import (
     AwaitedOptimizer,
@@ -42,6 +41,7 @@ from hookline.integrations.bare_loop.optimizer_watch import (
 from hookline.integrations.bare_loop.scaler_watch import scaler_patch
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
 from hookline.integrations.bare_loop.step_rule import StepRule
+from hookline.integrations.patches import WrappedMethods
 from hookline.loop.event_context import (
     Versions,
     gradient_versions,
@@ -49,7 +49,13 @@ from hookline.loop.event_context import (
     norm_or_error,
     version_of,
 )
-from hookline.loop.model_watch import ForwardTargets, ModelWatch, keep_out_of_graphs, models_in
+from hookline.loop.model_watch import (
+    ForwardTargets,
+    ModelWatch,
+    is_compiled_in_place,
+    keep_out_of_graphs,
+    models_in,
+)
 from hookline.loop.phase_times import PhaseTimes
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
@@ -125,10 +131,12 @@ class StepWatch:
         self.rule = StepRule(self.optimizers, step_of)
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
         self._steps = OptimizerWatch(self._before_step, self._after_step)
+        self._compiled = WrappedMethods()  # calls of models that were compiled in place
         self._awaited: tuple[Versions, bool] | None = None  # gradients, and whether they were ready
         self.losses = StepLosses(context, requirements, loss_divided, accumulated_batches)
-        self.checks = LoopChecks(session, requirements, self.called)
+        self.checks = LoopChecks(session, requirements)
         self.model = ModelWatch(context.model, self, self.called)
+        self.model.leaves_compiled = True
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
         self._has_more: set[int] = set()  # of these, the ones that got gradients since
         self._ready: set[int] = set()
@@ -158,6 +166,7 @@ class StepWatch:
         keep_out_of_graphs(StepWatch._before_step)
         keep_out_of_graphs(StepWatch._after_step)
         scaler_patch.add(self)
+        self._watch_compiled_calls()
         if self.awaits_optimizer:
             self.rule.may_grow = True
             self._steps.search(self._look_at_optimizer)
@@ -170,6 +179,7 @@ class StepWatch:
         self.model.detach()
         if self._data is not None:
             self._data.detach()
+        self._compiled.restore()
         self._steps.detach()
         self._index = {}
         scaler_patch.remove(self)
@@ -198,19 +208,15 @@ class StepWatch:
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more; nothing before the first call."""
         self.needs = needs = HookNeeds.of(self.hooks, has_run=self.loop.record.is_wanted)
-        self.checks.check_hooks(on_calls=needs.calls)
+        self.checks.check_hooks()
         self.losses.wanted = needs.loss
         # on_train_start comes before the first forward, also without `with`.
         starts = self.dispatchers.on_train_start is not None and not self._has_started
-        compiled = is_compiled_in_place(self.context.model, self.called)
         backward = needs.backward or self.always_sees_calls
-        self.model.watch(
-            calls=(needs.calls or starts or self.always_sees_calls) and not compiled,
-            returns=backward and not compiled,
-        )
+        self.model.watch(calls=needs.calls or starts or self.always_sees_calls, returns=backward)
         if self._data is not None:
             wanted = needs.batches or self._requirements.counts_batches
-            self._data.watch(batches=wanted and not compiled, is_compiled=self._is_compiled())
+            self._data.watch(batches=wanted, is_compiled=self._is_compiled())
         (clip_patch.add if needs.clips else clip_patch.remove)(self)
         (backward_patch.add if backward else backward_patch.remove)(self)
         self._unchecked = True
@@ -218,7 +224,39 @@ class StepWatch:
 
     def _is_compiled(self) -> bool:
         """Return whether hooks on parts of the model would be compiled."""
-        return any(hasattr(model, "_orig_mod") for model in models_in(self.context.model))
+        models = models_in(self.context.model)
+        return any(hasattr(each, "_orig_mod") or is_compiled_in_place(each) for each in models)
+
+    def _watch_compiled_calls(self) -> None:
+        """See the calls of models that were compiled in place, outside of what is compiled."""
+
+        def watch(model: torch.nn.Module) -> None:
+            def call_with_hooks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                return self._call_compiled(model, call, args, kwargs)
+
+            self._compiled.wrap(model, "_compiled_call_impl", call_with_hooks)
+
+        for model in (*models_in(self.context.model), *self.called.parts):
+            if is_compiled_in_place(model):
+                watch(model)
+
+    def _call_compiled(
+        self, model: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call such a model, and do what hooks on it do for others."""
+        if active_dynamo() is not None:
+            return call(*args, **kwargs)
+        if self.has_boundary_work and not self.has_new_gradients and not self._stepped:
+            self._session.reach_boundary()
+        if self._data is not None:
+            self._data.before_call(model, args, kwargs)
+        self.model.before_call(model, args)
+        outputs = None
+        try:
+            outputs = call(*args, **kwargs)
+            return outputs
+        finally:
+            self.model.after_call(model, args, outputs)
 
     # -- optimizers that attach was not given -----------------------------------------------------
 
@@ -243,7 +281,7 @@ class StepWatch:
         if self._awaited is not None:
             self._take_gradients(i, *self._awaited)
         self.rule.may_grow = not hold_all(self.optimizers, model)
-        self.checks.check_hooks(on_calls=self.needs.calls)
+        self.checks.check_hooks()
         self._steps.watch(optimizer)
         log.info("Optimizer %d is %s, which steps now.", i, type(optimizer).__name__)
 
