@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 
@@ -217,6 +218,7 @@ def test_the_session_has_precedence():
 
 
 def test_loaders_are_watched_only_while_batches_are_needed():
+    gc.collect()  # sessions of other tests
     before = _BaseDataLoaderIter.__next__, _BaseDataLoaderIter._next_index
     model, optimizer = make()
     with hookline.attach(model, optimizer, hooks=[recorder("on_step_end")]) as session:

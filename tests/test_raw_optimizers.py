@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 
 import pytest
@@ -144,8 +145,23 @@ def test_a_checkpoint_of_an_uneven_loop_is_saved_when_all_have_stepped(tmp_path)
         uneven_loop(model, optimizers, batches(2))
     other, _ = make(seed=5)
     others = two_optimizers(other)
-    hookline.attach(other, others, hooks=[]).load_checkpoint(tmp_path / "saved")
+    session = hookline.attach(other, others, hooks=[])
+    session.load_checkpoint(tmp_path / "saved")
+    session.detach()
     torch.testing.assert_close(state(other, others), expected, rtol=0, atol=0)
+
+
+def test_a_checkpoint_without_gradients_that_wait_says_so_once(tmp_path, caplog):
+    model, _ = make()
+    optimizers = two_optimizers(model)
+    with hookline.attach(model, optimizers, step_of=optimizers[0]) as session:
+        uneven_loop(model, optimizers, batches(2))
+        session.save_checkpoint(tmp_path / "all", wait=True)
+        assert caplog.text == ""
+        for name in ("first", "second"):
+            uneven_loop(model, optimizers, batches(1))
+            session.save_checkpoint(tmp_path / name, wait=True)
+    assert caplog.text.count("A checkpoint has no gradients") == 1
 
 
 def test_step_of_has_to_be_attached():
@@ -480,6 +496,7 @@ def test_a_second_scaler_is_refused():
 
 
 def test_methods_of_scalers_are_put_back():
+    gc.collect()  # sessions of other tests
     kind = torch.amp.GradScaler
     before = kind.scale, kind.unscale_, kind.step
     model, optimizer = make()

@@ -24,8 +24,9 @@ _running: set[tuple[int, str]] = set()  # a subclass may call the method that it
 
 def _targets(watches: Iterable[StepWatch]) -> Iterator[tuple[Any, str]]:
     """Yield the classes that define the methods: torch's own, and those of given scalers."""
-    given = (type(watch.scaler) for watch in watches if watch.scaler is not None)
-    for kind in (torch.amp.GradScaler, *given):
+    kinds: list[type[Any]] = [torch.amp.GradScaler]
+    kinds += [type(watch.scaler) for watch in watches if watch.scaler is not None]
+    for kind in kinds:
         for name in _METHODS:
             yield next(base for base in kind.__mro__ if name in vars(base)), name
 

@@ -106,6 +106,7 @@ class SessionSaves:
         if not together and not processes.is_main:
             return None
         self.save_requested()
+        self._watch.warn_of_waiting_gradients()
         (request,) = checkpoints.with_folders([request], in_all_ranks=together)
         checkpoints.extra = dict(extra)
         return checkpoints.save([request], wait=wait, together=together)
@@ -139,6 +140,7 @@ class SessionSaves:
         self._boundary.stop()
         if self._agreed:
             requests, self._agreed = self._agreed, []
+            self._watch.warn_of_waiting_gradients()
             self._loop.checkpoints.save(requests, together=self._is_together)
             self._random = None
             if self.on_saved is not None:

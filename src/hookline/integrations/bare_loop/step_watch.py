@@ -774,6 +774,18 @@ class StepWatch:
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
 
+    def warn_of_waiting_gradients(self) -> None:
+        """Warn that a checkpoint does not have gradients which wait for a slower optimizer."""
+        ends_with = self.rule.ends_with
+        waiting = (o for i, o in enumerate(self.optimizers) if i != ends_with and gradients_of(o))
+        if ends_with is not None and next(waiting, None) is not None:
+            self.checks.warn_once(
+                "waiting gradients",
+                "A checkpoint has no gradients. This one was saved while those of an optimizer "
+                "that steps less often wait for its step: a resumed run steps it without them. "
+                "Save after steps in which all optimizers have stepped.",
+            )
+
     # -- the end of a step ------------------------------------------------------------------------
 
     def end_open_step(self) -> None:
