@@ -586,3 +586,14 @@ def test_a_step_context_can_be_extended():
 
     more = More(3, torch.tensor(0.5), 2.0, 0.1, 96, None, None, extra=5)
     assert (more.loss, more.extra) == (0.5, 5)
+
+
+def test_two_lazy_numbers_are_read_in_one_transfer():
+    loss, norm = LazyFloat(torch.tensor(1.5)), LazyFloat(torch.tensor([2.5]))
+    loss.read_with(norm)
+    assert float(norm) == 2.5
+    assert type(loss._value) is float
+    assert float(loss) == 1.5
+    other = LazyFloat(torch.tensor(1.0, dtype=torch.float64))
+    other.read_with(norm)  # of another kind: each for itself
+    assert float(other) == 1.0

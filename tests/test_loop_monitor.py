@@ -313,12 +313,12 @@ def test_validation_within_a_batch_does_not_make_the_batch_look_short(clock):
 # -- times and the duration of the run, in every loop ---------------------------------------------
 
 
-def plain_loop(hooks, folder):
+def plain_loop(hooks, folder, data=None):
     """Train in a loop whose session knows only model and optimizer."""
     model = make_model()
     optimizer = make_optimizer(model)
     with hookline.attach(model, optimizer, hooks=hooks, runs=folder) as session:
-        for x, y in make_loader():
+        for x, y in data or make_loader():
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -393,7 +393,10 @@ def test_no_phase_takes_longer_than_the_run_or_less_than_nothing(name, tmp_path,
 
 
 def test_the_report_of_a_loop_that_loads_its_own_data_says_that_forward_includes_it(tmp_path):
-    _, session = plain_loop([], tmp_path)
+    _, session = plain_loop([], tmp_path / "loader")
+    facts = hookline.make_report(session.run.path).facts["runs"][0]
+    assert facts["phase_seconds"]["data"] > 0
+    _, session = plain_loop([], tmp_path / "own", list(make_loader()))
     facts = hookline.make_report(session.run.path).facts["runs"][0]
     assert "data" not in facts["phase_seconds"]
     assert facts["phase_seconds"]["data and forward"] > 0

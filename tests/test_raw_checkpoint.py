@@ -459,20 +459,19 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path: Path) -> None:
     torch.compiler.reset()
 
 
-def test_a_model_compiled_in_place_is_saved_by_the_loop_only(tmp_path: Path) -> None:
+def test_a_model_compiled_in_place_is_saved_between_its_steps(tmp_path: Path) -> None:
     model, optimizer = make()
     model.compile(backend="eager")
-    with hookline.attach(model, optimizer) as session:
-        train(model, optimizer, batches(1))
-        session.save_checkpoint(tmp_path / "mine")
-    assert names(tmp_path) == ["mine"]
-    hook = Every()
-    hook.critical = True
-    with (
-        pytest.raises(hookline.HooklineError, match="compiled in place"),
-        hookline.attach(model, optimizer, hooks=[hook], runs=tmp_path / "runs"),
-    ):
-        train(model, optimizer, batches(3))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with hookline.attach(
+        model, optimizer, hooks=[Every()], schedulers=scheduler, runs=tmp_path
+    ) as session:
+        for batch in batches(4):
+            train(model, optimizer, [batch])
+            scheduler.step()
+    saved = complete_checkpoints(session.run.checkpoints)
+    assert [path.name for path in saved] == ["step_000003"]
+    assert load_checkpoint(saved[0]).state["schedulers"][0]["last_epoch"] == 3
     torch.compiler.reset()
 
 

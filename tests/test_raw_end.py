@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from hosts import EPOCHS, LOOPS
-from loops import batches, make
+from loops import batches, make, same, weights
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from warm_processes import run_warm
@@ -289,3 +289,110 @@ def test_an_exit_exception_at_the_last_checkpoint_keeps_no_hook_from_the_end(tmp
     with pytest.raises(error):
         LOOPS[name]([SaveLast(), events], tmp_path)
     assert [line[:3] for line in events.seen if line != "exception"] == ["end"]
+
+
+# -- signals with a hook that saves ---------------------------------------------------------------
+
+
+def loop_with_a_schedule(folder: Path, hook: Any, *, signal_at: int = 0, steps: int = 6) -> Any:
+    """Train with dropout and a scheduler, which steps after the optimizer; continue a run."""
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    hooks = [hookline.ModelCheckpoint(every_n_steps=100), hook]
+    session = hookline.attach(model, optimizer, hooks=hooks, schedulers=scheduler, runs=folder)
+    start = session.load_checkpoint()
+    with session:
+        for x, y in batches(steps)[start.step if start else 0 :]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            if session.step + 1 == signal_at:
+                os.kill(os.getpid(), hook.number)
+            optimizer.step()
+            scheduler.step()
+    return model, session
+
+
+class Sent(hookline.Hook):
+    """The signal to send, and what hooks are told."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.steps, self.ends = number, [], []
+
+    def on_step_end(self, step: int) -> None:
+        self.steps.append(step)
+
+    def on_train_end(self, status: str) -> None:
+        self.ends.append(status)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_a_last_checkpoint_from_which_the_loop_continues_exactly(
+    number, tmp_path, capsys
+):
+    whole, _ = loop_with_a_schedule(tmp_path / "whole", Sent(number))
+    before = signal.getsignal(number)
+    hook = Sent(number)
+    with pytest.raises(SystemExit) as raised:
+        loop_with_a_schedule(tmp_path / "runs", hook, signal_at=3)
+    assert raised.value.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert (hook.steps, hook.ends) == ([1, 2, 3], ["preempted"])
+    manifest, recorded = read_run(tmp_path / "runs")
+    assert (manifest["status"], manifest["last_error"]) == ("preempted", None)
+    assert [e["kind"] for e in recorded] == ["start", "signal", "checkpoint", "end"]
+    assert recorded[1]["signal"] == signal.Signals(number).name
+    said = capsys.readouterr().err
+    assert f"{signal.Signals(number).name}: saved" in said
+    assert "session.load_checkpoint()" in said
+    resumed, session = loop_with_a_schedule(tmp_path / "runs", Sent(number))
+    assert session.step == 6
+    assert same(weights(resumed), weights(whole))
+    assert read_run(tmp_path / "runs")[0]["status"] == "completed"
+
+
+def test_a_handler_of_the_program_is_called_too_and_decides_when_the_loop_ends(tmp_path):
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    hook = Sent(signal.SIGUSR1)
+    try:
+        _, session = loop_with_a_schedule(tmp_path, hook, signal_at=3)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1]
+    assert session.step == 6
+    assert hook.ends == ["preempted"]
+    (run,) = tmp_path.iterdir()
+    assert "step_000003" in {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_a_signal_in_the_last_step_saves_before_the_block_is_left(tmp_path):
+    hook = Sent(signal.SIGTERM)
+    loop_with_a_schedule(tmp_path, hook, signal_at=6)
+    assert hook.ends == ["preempted"]
+    (run,) = tmp_path.iterdir()
+    assert "step_000006" in {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_sigusr1_without_a_hook_that_saves_closes_the_run(tmp_path):
+    model, optimizer = make()
+    with (
+        pytest.raises(SystemExit) as raised,
+        hookline.attach(model, optimizer, hooks=[Events()], runs=tmp_path),
+    ):
+        model(batches(1)[0][0]).sum().backward()
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert raised.value.code == 128 + signal.SIGUSR1
+    assert read_run(tmp_path)[0]["status"] == "preempted"
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path):
+    def work() -> None:
+        model, optimizer = make()
+        hooks = [hookline.ModelCheckpoint(every_n_steps=100)]
+        with hookline.attach(model, optimizer, hooks=hooks, runs=tmp_path):
+            model(batches(1)[0][0]).sum().backward()
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            optimizer.step()
+
+    assert run_in_fork(work) == -signal.SIGTERM

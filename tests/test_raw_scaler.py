@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookline
-from hookline import LoopError, NotSuppliedError
+from hookline import LoopError
 
 
 def scaled_loop(model, optimizer, scaler, data, *, clip=False):
@@ -171,18 +171,6 @@ def test_saying_twice_that_gradients_are_ready_unscales_once(by):
         scaler.step(optimizer)
         scaler.update()
     assert hook.told == ["on_gradients_ready"]
-
-
-def test_a_scaler_that_attach_was_not_told_of_is_refused():
-    model, optimizer = make()
-    before = weights(model)
-    scaler = torch.amp.GradScaler("cpu")
-    with (
-        pytest.raises(NotSuppliedError, match=r"scaler=scaler"),
-        hookline.attach(model, optimizer, hooks=[recorder("on_step_end")]),
-    ):
-        scaled_loop(model, optimizer, scaler, batches(1))
-    assert same(weights(model), before)
 
 
 def test_going_around_the_scaler_is_refused():

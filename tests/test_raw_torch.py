@@ -202,25 +202,6 @@ def test_where_compiling_hides_the_module_inside_it_is_refused_not_missed():
     torch.compiler.reset()
 
 
-def test_a_model_compiled_in_place_is_refused_where_its_call_has_to_be_seen():
-    model, optimizer = make()
-    model.compile(backend="eager")
-    with pytest.raises(LoopError, match=r"compiled = torch\.compile\(model\)"):
-        hookline.attach(model, optimizer, hooks=[recorder("on_after_forward")])
-    hook = recorder("on_step_end")
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        train(model, optimizer, batches(2))
-        with pytest.raises(LoopError):
-            session.add_hook(recorder("on_after_forward"), "late")
-        assert "late" not in session.hooks
-    assert len(hook.told) == 2
-    hook = recorder("on_after_backward", on_step_end=("loss",))
-    with hookline.attach(model, optimizer, hooks=[hook]):
-        losses = train(model, optimizer, batches(2))
-    assert [float(told[1]["loss"]) for told in hook.told[1::2]] == losses
-    torch.compiler.reset()
-
-
 def test_a_compiled_optimizer_step_is_seen_and_not_compiled_again_and_again():
     model, optimizer = make()
     step = torch.compile(optimizer.step, backend="eager")
@@ -342,3 +323,32 @@ os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
 @pytest.mark.slow
 def test_under_ddp_backward_has_ended_when_gradients_are_averaged(tmp_path: Path):
     assert run_on_two_ranks(DDP_SCRIPT, tmp_path).count("fine") == 4
+
+
+# -- compiled in place ----------------------------------------------------------------------------
+
+
+def test_calls_of_a_model_that_was_compiled_in_place_are_seen():
+    """Outside of what is compiled: hooks are no part of the graph, and break none."""
+    plain, optimizer = make()
+    losses = train(plain, optimizer, batches(3))
+    torch.compiler.reset()
+    model, optimizer = make()
+    model.compile(backend="eager", fullgraph=True)
+    compiled_call = model._compiled_call_impl
+    hook = recorder("on_before_forward", "on_after_forward", on_step_end=("loss", "grad_norm"))
+    seen = []
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        session.add_hook(lambda activations: seen.append(activations), kind="forward")
+        assert train(model, optimizer, batches(3)) == losses
+        with torch.no_grad():
+            model(batches(1)[0][0])
+        with pytest.raises(Exception, match=r"shape|size"):
+            model(torch.ones(2, 3))
+        train(model, optimizer, batches(1))
+    assert model._compiled_call_impl is compiled_call
+    step = ["on_before_forward", "on_after_forward", "on_step_end"]
+    names = [told if isinstance(told, str) else told[0] for told in hook.told]
+    assert names == [*step * 3, "on_before_forward", *step]
+    assert len(seen) == 4
+    torch.compiler.reset()

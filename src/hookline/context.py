@@ -13,6 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat, cast
 
 from hookline.arguments import describe_value, show_value
@@ -57,6 +58,25 @@ class LazyFloat(_Float):
             number: Any = value() if callable(value) else value
             value = self._value = to_float(number)  # waits for the device and releases the tensor
         return cast(float, value)
+
+    def read_with(self, other: LazyFloat) -> None:
+        """Read this and another number from their device in one transfer, when one is used."""
+        both: tuple[Any, ...] = (self, other)
+        values = [number._value for number in both]  # noqa: SLF001  (of this class)
+        torch = sys.modules["torch"]
+        if not all(isinstance(value, torch.Tensor) for value in values):
+            return
+        if values[0].dtype != values[1].dtype or values[0].device != values[1].device:
+            return
+
+        def read(index: int) -> float:
+            found = torch.stack([value.reshape(()) for value in values]).tolist()
+            for number, value in zip(both, found, strict=True):
+                number._value = value  # noqa: SLF001
+            return cast(float, found[index])
+
+        for index, number in enumerate(both):
+            number._value = partial(read, index)  # noqa: SLF001
 
     def item(self) -> float:
         """Return the number as a `float`, like `Tensor.item`."""

@@ -35,7 +35,11 @@ from hookline.dispatch import HookLike, HookManager, HookSettings
 from hookline.errors import ArgumentError, listed
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.loop_checks import saves_checkpoints
-from hookline.integrations.bare_loop.loop_parts import accumulated_batches, loop_parts
+from hookline.integrations.bare_loop.loop_parts import (
+    accumulated_batches,
+    find_optimizer,
+    loop_parts,
+)
 from hookline.integrations.bare_loop.session import Session
 from hookline.interrupts import HeldInterrupts
 
@@ -51,7 +55,7 @@ _LIBRARIES = {  # by module and name of the class, so that nothing is imported t
 }
 
 _OF_LIBRARY = ("allow_missing", "evaluator")  # without effect in a bare loop
-_OF_LOOP = ("on_stop", "stop_grace")  # without effect in another library's trainer
+_OF_LOOP = ("on_stop", "stop_grace", "step_of")  # without effect in another library's trainer
 _OF_PARTS = ("model", "optimizer", "evaluator", "schedulers", "scaler", "loss_divided")
 """What a trainer knows by itself, unless it is an Ignite engine."""
 
@@ -64,11 +68,12 @@ class DefaultRuns(Enum):
 
 def attach(
     target: Any = None,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    optimizer: Any = None,
     hooks: Iterable[HookLike] | HookManager = (),
     *,
     schedulers: Any = (),
     scaler: torch.amp.GradScaler | None = None,
+    step_of: Any = None,
     config: Any = None,
     tokens: Callable[[Any], int] | Literal["auto"] | None = "auto",
     settings: HookSettings | None = None,
@@ -105,17 +110,23 @@ def attach(
         target: a Hugging Face `Trainer` (TRL's are subclasses), a Lightning `Trainer`, an Ignite
             `Engine`, the `Accelerator` of a loop, which hooks get as `trainer.accelerator`, or the
             model of a bare loop: as the loop calls it (the compiled or wrapped one, if there is
-            one), or several, such as a generator and a discriminator. Hooks get several as one
-            module that contains them in this order.
-        optimizer: the optimizer of a bare loop or an Ignite engine, or several. A step is complete
-            when each of them has stepped.
+            one), or several, such as a generator and a discriminator: a list, or a mapping with
+            their names. Hooks get several as one module that contains them in this order.
+        optimizer: the optimizer of a bare loop or an Ignite engine, or several: a list, or a
+            mapping with names, by which losses and rates are recorded. They are those of torch, or
+            objects with `param_groups`, `step` and `zero_grad`. A step is complete when each of
+            them has stepped; or, once one has stepped again before another, whenever that one
+            steps. None in a bare loop: an optimizer of torch is found when it steps the model's
+            parameters.
         hooks: hooks to register, in this order: hooks, `every(100, hook)`, or as in a config file
             names and mappings, `{"name": "lr_monitor", "every": 10}`; or a `HookRegistry`, whose
             hooks keep their names, schedules and order.
         schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
             loop steps them.
-        scaler: the GradScaler, if the loop uses one; needed to see skipped steps. That of a
-            prepared optimizer of Accelerate is found.
+        scaler: the GradScaler, if the loop uses one. One that is not given is found when it steps
+            an attached optimizer; a checkpoint that is loaded before that does not restore it.
+        step_of: of several optimizers that step at different rates, the one whose step completes
+            a step.
         config: the configuration, for hooks that ask for `config`.
         tokens: returns the number of tokens in a batch; by default the size of its `input_ids`, or
             of integer inputs with two or more dimensions; None if batches have no tokens.
@@ -177,8 +188,13 @@ def _attach_to_loop(given: Mapping[str, Any], library: str | None) -> Session:
     if library == "accelerate":
         scaler = scaler or target.scaler
     options = session_options(**given)
-    parts = loop_parts(model, optimizer, options.schedulers, scaler)
-    session = Session(**parts, options=options, accumulated_batches=accumulated_batches(optimizer))
+    parts = loop_parts(model, optimizer, options.schedulers, scaler, may_wait=True)
+    session = Session(
+        **parts,
+        options=options,
+        accumulated_batches=accumulated_batches(optimizer),
+        step_of=find_optimizer(options.step_of, parts["optimizers"]),
+    )
     if library == "accelerate":
         session.accelerator = target  # type: ignore[attr-defined]  # as in AccelerateTrainer
     return session

@@ -51,6 +51,8 @@ class LibrarySession(Session):
             it does not end.
     """
 
+    _finds_batches = False
+
     def __init__(
         self,
         library: Library,
@@ -145,12 +147,13 @@ class LibrarySession(Session):
         signals: Iterable[str] | None = (),
         called: ForwardTargets | None = None,
         ends_with_batch: bool = False,
+        names: tuple[str, ...] = (),
     ) -> None:
         """Watch what the trainer trains; call `begin` when everything is restored.
 
         Training stops at SIGINT and these `signals`; None leaves signals alone. `called` is what
         the trainer calls, where this is not the model itself. With `ends_with_batch`, a batch ends
-        a step in which some of the optimizers have not stepped.
+        a step in which some of the optimizers have not stepped. `names` are of the optimizers.
         """
         if self.is_connected or self.has_ended:
             raise LoopError(
@@ -163,11 +166,12 @@ class LibrarySession(Session):
         self.schedulers, self.scaler = list(schedulers), scaler
         self.hooks.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
         self.loop.context.connect(model, optimizers)
+        self.loop.context.optimizer_names = names
         state = self.loop.state
         state.optimizers, state.schedulers, state.scaler = optimizers, self.schedulers, scaler
         self._connect(called)
         self.is_connected = True
-        self._watch.ends_with_batch = ends_with_batch
+        self._watch.rule.ends_with_batch = ends_with_batch
         if self._allow_missing:
             self._watch.checks.allow_missing = True
             self.hooks.raise_on_missing_args = False
@@ -359,7 +363,7 @@ class LibrarySession(Session):
         Returns:
             Whether the trainer is between two steps now.
         """
-        if self._watch.ends_with_batch:
+        if self._watch.rule.ends_with_batch:
             self._watch.end_open_step()
         batch = self._phases.batch
         has_stepped = batch is None or batch.ended

@@ -9,7 +9,7 @@ hook asks for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ class EventContext:
         validated: the metrics of the epoch's last validation.
         latest_loss: of the latest batch or step; None before the first.
         norms: of gradients before clipping, by optimizer, where the loop clips itself.
+        optimizer_names: the names of the optimizers, if they have any.
+        stepped: the optimizers of the step, if not all of them step at the same time; () for all.
         clipped_norm: of all gradients before clipping; None if it is not known.
         norm_schedule: when ranks compute the norm together; None unless gradients are sharded.
         agreed_norm: what they have computed in this step.
@@ -82,6 +84,8 @@ class EventContext:
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
         self.norms: dict[int, torch.Tensor | Exception] = {}
+        self.optimizer_names: tuple[str, ...] = ()
+        self.stepped: tuple[int, ...] = ()
         self.clipped_norm: torch.Tensor | Exception | None = None
         self.norm_schedule: NormSchedule | None = None
         self.agreed_norm: torch.Tensor | Exception | None = None
@@ -140,11 +144,12 @@ class EventContext:
     @property
     def lr(self) -> Any:
         """The learning rate that this step uses, of the first optimizer."""
-        return self.read_lr() if self.used_lr is None else self.used_lr
+        lr = self.read_lr() if self.used_lr is None else self.used_lr
+        return self.absent("lr") if lr is None else lr
 
-    def read_lr(self) -> Any:
-        """Return the first optimizer's learning rate as it is now."""
-        lr = self.optimizer.param_groups[0]["lr"]
+    def read_lr(self, i: int = 0) -> Any:
+        """Return an optimizer's learning rate as it is now; None if it has none."""
+        lr = self.optimizers[i].param_groups[0].get("lr")
         # A copy, because schedulers change the tensor in place.
         return LazyFloat(lr.detach().clone()) if isinstance(lr, torch.Tensor) else lr
 
@@ -207,7 +212,11 @@ class EventContext:
     @property
     def grad_norm(self) -> LazyFloat:
         """The norm of all gradients, before clipping if the loop's clipping is known."""
-        return LazyFloat(self.norm())
+        norm, loss = self.norm(), self.__dict__.get("loss")
+        number = LazyFloat(norm)
+        if norm.device.type != "cpu" and type(loss) is LazyFloat:
+            loss.read_with(number)  # reading both waits for the device once
+        return number
 
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients, on the device."""
@@ -227,8 +236,8 @@ class EventContext:
         norms = [
             raise_or_return(self.norms[i])
             if i in self.norms
-            else global_norm(gradients_of(optimizer))
-            for i, optimizer in enumerate(self.optimizers)
+            else global_norm(gradients_of(self.optimizers[i]))
+            for i in self._optimizers_of_step()
         ]
         return norms[0] if len(norms) == 1 else global_norm(norms)
 
@@ -240,8 +249,12 @@ class EventContext:
             self.agreed_norm = norm_or_error(self.compute_norm) if known is None else known
 
     def all_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of all optimizers' parameters."""
-        return [gradient for optimizer in self.optimizers for gradient in gradients_of(optimizer)]
+        """Return the gradients of the parameters of all optimizers that step in this step."""
+        optimizers = [self.optimizers[i] for i in self._optimizers_of_step()]
+        return [gradient for optimizer in optimizers for gradient in gradients_of(optimizer)]
+
+    def _optimizers_of_step(self) -> Sequence[int]:
+        return self.stepped or range(len(self.optimizers))
 
 
 class ProbeView:

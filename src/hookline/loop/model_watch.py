@@ -6,7 +6,7 @@ They are registered and removed as hooks need them. Nothing is wrapped or replac
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Protocol
@@ -21,7 +21,30 @@ from hookline.tensors.module_classes import is_fsdp_module
 
 
 class ModelGroup(torch.nn.ModuleList):
-    """Several models that one loop trains, such as a generator and a discriminator."""
+    """Several models that one loop trains, such as a generator and a discriminator.
+
+    With names, the names of their parameters begin with these: `generator.main.3.weight`.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], names: Iterable[str] = ()) -> None:
+        named = dict(zip(names, models, strict=True)) if names else None
+        super().__init__(models if named is None else ())
+        for name, model in (named or {}).items():
+            self.add_module(name, model)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a model by its number or its name."""
+        return self._modules[key] if isinstance(key, str) else list(self)[key]
+
+
+def models_in(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the models of a group, or the one model."""
+    return list(model) if isinstance(model, ModelGroup) else [model]
+
+
+def is_compiled_in_place(model: torch.nn.Module) -> bool:
+    """Return whether `model.compile()` was called."""
+    return getattr(model, "_compiled_call_impl", None) is not None
 
 
 @dataclass(frozen=True)
@@ -114,6 +137,8 @@ class ModelWatch:
         thread: the thread of the latest call, where calls are only counted.
         is_paused: whether calls of the model are not those of the loop.
         listener: what is called.
+        leaves_compiled: whether the driver sees the calls of models that were compiled in place
+            (`before_call`), where hooks would be compiled.
     """
 
     def __init__(
@@ -127,7 +152,7 @@ class ModelWatch:
         self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
         self.thread: int | None = None
-        self.is_paused = False
+        self.is_paused = self.leaves_compiled = False
         self.listener = listener
         self._handles: list[RemovableHandle] = []
         self._sees = (False, False)
@@ -147,6 +172,8 @@ class ModelWatch:
         self._sees = (calls, returns)
         self._depth = 0
         for model in self._models() if calls or returns else ():
+            if self.leaves_compiled and is_compiled_in_place(model):
+                continue
             if calls:
                 before = ModelCallback(self._before)
                 # FSDP2 replaces parameters by whole ones before forward: events come before that.
@@ -163,8 +190,7 @@ class ModelWatch:
             hide_hooks(wrapper)
 
     def _models(self) -> list[torch.nn.Module]:
-        models = list(self.model) if isinstance(self.model, ModelGroup) else [self.model]
-        return [*models, *self._called.parts]
+        return [*models_in(self.model), *self._called.parts]
 
     def detach(self) -> None:
         """Remove all hooks from the model."""
@@ -176,6 +202,18 @@ class ModelWatch:
         self._is_passed_on = False
         self._sees = (False, False)
         self._handles = []
+
+    def before_call(self, model: torch.nn.Module, args: Any) -> None:
+        """Handle a call of a model that was compiled in place, whose driver sees its calls."""
+        if self._sees[0]:
+            self._before(model, args)
+
+    def after_call(self, model: torch.nn.Module, args: Any, outputs: Any) -> None:
+        """Handle that such a call has returned, or raised."""
+        if self._sees[0]:
+            self._after(model, args, outputs)
+        elif self._sees[1]:
+            self._returned(model, args, outputs)
 
     def _pass_on(self, wrapper: torch.nn.Module, args: Any) -> None:
         self._is_passed_on = True

@@ -131,11 +131,12 @@ class PhaseTimes:
             self._weight, self.remaining, self.timed = 1, 1, True
             self._restart()
 
-    def begin_batch(self) -> None:
-        """End the phase `data` of a timed batch."""
+    def begin_batch(self, waited: float | None = None) -> None:
+        """End the phase `data` of a timed batch, which took these seconds, if they are known."""
         self._began = perf_counter()
         self._clock.weight = self._weight
-        self._clock.add("data", (self._began - self._idle_since) * 1e3)
+        waited = self._began - self._idle_since if waited is None else waited
+        self._clock.add("data", waited * 1e3)
         self._clock.start()
 
     def end_part(self) -> None:

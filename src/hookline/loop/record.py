@@ -178,7 +178,7 @@ class Record:
         values = self._step_means.means()
         if loss is not None:
             values["train/loss"] = loss  # that of backward has precedence over a logged one
-        elif step and self.sink is not None and "train/loss" not in values:
+        elif step and self.sink is not None and not any("train/loss" in name for name in values):
             self._warn_of_loss()  # not before the first step: all were skipped
         self._warned_of_loss |= loss is not None  # a step without a loss is the exception then
         if records is None:

@@ -152,6 +152,7 @@ class _WatchedState(_HookState):
     tokens_seen: Count | None
     logged: NotRequired[dict[str, _Mean]]
     unreported: NotRequired[list[tuple[Count, Count | None, str, float]]]
+    step_of: NotRequired[Count | None]
 
 
 class _SessionState(_WatchedState, _Objects):

@@ -106,41 +106,51 @@ class SignalWatch:
 
 
 class TerminationWatch(SignalWatch):
-    """While the block runs, SIGTERM raises SystemExit, so that a loop of the user's own is left.
+    """While the block runs, SIGTERM and SIGUSR1 leave a loop of the user's own by SystemExit.
 
-    A handler that the user has set is called instead, and decides. A second SIGTERM ends the
-    process at once. `on_signal` is called in the handler, when the first one has come.
+    A handler that the user has set is called as well, and decides whether the loop is left. A
+    second signal ends the process at once. `on_signal` is called in the handler, when the first one
+    has come; it returns whether the loop goes on for now, until `exit` is called.
     """
 
-    def __init__(self, requests: ControlRequests, on_signal: Callable[[], None]) -> None:
+    def __init__(self, requests: ControlRequests, on_signal: Callable[[], bool]) -> None:
         super().__init__(requests, ())
-        self._numbers = [signal.SIGTERM]
+        names = ("SIGTERM", "SIGUSR1")  # Windows has the first one only
+        self._numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
         self._on_signal = on_signal
         self._exits = False
 
     @property
     def has_received(self) -> bool:
-        """Whether the signal has come."""
-        return self.requests.signal is not None
+        """Whether a signal has come, to this process or to another one that trains the model."""
+        return self.requests.has_signal
 
-    def exit_again(self) -> None:
-        """Raise SystemExit if the handler has: somebody may have swallowed it."""
+    def follow(self) -> None:
+        """End for the signal that another process has received."""
+        if self.requests.signal is None:
+            self.requests.end_for(signal.SIGTERM)
+            self._exits = True
+
+    def exit(self) -> None:
+        """Raise SystemExit, unless a handler of the user's decides; somebody may swallow it."""
         if self._exits:
-            raise SystemExit(128 + signal.SIGTERM)
+            raise SystemExit(128 + (self.requests.signal or signal.SIGTERM))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         before = self._previous.get(number, self._replaced.get(number))
         previous = find_active_handler(number, before)  # that of a session may have ended
-        is_first = os.getpid() == self._pid and number in self._previous and not self.has_received
+        is_own = os.getpid() == self._pid and number in self._previous
+        is_first, waits = is_own and self.requests.signal is None, False
         if is_first:
             self.requests.receive_signal(signal.Signals(number))
-            self._on_signal()
+            waits = self._on_signal()
         if callable(previous):
             previous(number, frame)
         elif is_first:
             self._exits = True
             self._ignore_ended_workers()
-            self.exit_again()
+            if not waits:
+                self.exit()
         else:
             self._exit(number)
 

@@ -12,15 +12,33 @@ from hookline.tensors.device_numbers import widest_float
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 
 
-@torch.no_grad()
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all values together, as `torch.nn.utils.get_total_norm` does.
 
     For sharded tensors this is one collective for all tensors on a device mesh, which all ranks
     have to call. A norm of `DTensor`s that torch computes would be another for each reading of it.
     """
-    if not any(map(is_sharded, tensors)):
-        return _local_norm(tensors)
+    if _are_alike(tensors):  # the calls of `get_total_norm`, without its checks
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*tensors])))
+        return norm
+    with torch.no_grad():
+        return _sharded_norm(tensors) if any(map(is_sharded, tensors)) else _local_norm(tensors)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Return whether these are plain tensors without a graph, of one kind and on one device."""
+    if not tensors:
+        return False
+    dtype, device = tensors[0].dtype, tensors[0].device
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        if tensor.dtype is not dtype or tensor.device != device:
+            return False
+    return True
+
+
+def _sharded_norm(tensors: Sequence[Tensor]) -> Tensor:
     parts: dict[tuple[Any, ...], list[Tensor]] = {}  # by the groups that have the other parts
     for tensor in tensors:
         part, groups = local_with_groups(tensor) if is_sharded(tensor) else (tensor, ())

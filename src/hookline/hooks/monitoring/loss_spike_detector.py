@@ -45,7 +45,7 @@ class LossSpikeDetector(TrainingMonitor):
     | `values_omitted` | how many more there were, beyond 5,000 |
 
     A spike that is repeated after resuming is recorded once, and up to 100 in a run.
-    `indices` is null where the loop does not know them: only Hookline's trainer does, for a
+    `indices` is null where the loop does not know them: Hookline's trainer and bare loops do, for a
     `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
     With several ranks, the first one's loss and batches are watched.
 

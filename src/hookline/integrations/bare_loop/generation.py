@@ -16,7 +16,7 @@ import torch
 
 from hookline.integrations.patches import SharedPatch
 from hookline.loop.event_context import EventContext
-from hookline.loop.model_watch import ModelGroup
+from hookline.loop.model_watch import models_in
 
 
 class GenerationWatch:
@@ -34,7 +34,7 @@ class GenerationWatch:
     def __init__(self, context: EventContext, *, is_shown: bool) -> None:
         self._context, self._is_shown = context, is_shown
         self._depth = 0
-        models = list(context.model) if isinstance(context.model, ModelGroup) else [context.model]
+        models = models_in(context.model)
         self.modules = {id(part): part for each in models for part in _generating_modules(each)}
         classes = (_defining_class(type(part)) for part in self.modules.values())
         self.classes: set[Any] = {kind for kind in classes if kind is not None}

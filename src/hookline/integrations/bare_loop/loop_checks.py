@@ -6,7 +6,6 @@ that trains.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import HooklineError, LoopError, NotProvidedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
-from hookline.integrations.patches import find_frame
 from hookline.loop.event_context import Versions, gradient_versions
-from hookline.loop.model_watch import ForwardTargets, ModelGroup
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
@@ -29,7 +26,8 @@ log = logging.getLogger("hookline")
 
 CALLS: Mapping[str, str] = {
     "epoch": "Wrap each epoch: `with session.epoch():`.",
-    "batches": "Load batches through the session: `for batch in session.batches(loader):`.",
+    "batches": "Iterate over a torch DataLoader; if its batches cannot be told from others, or "
+    "for anything else, load them through the session: `for batch in session.batches(loader):`.",
     "backward": "Let the session run backward: `session.backward(loss)` instead of "
     "`loss.backward()`.",
     "forward": "Attach what the loop calls: the compiled or wrapped model, not the one inside; and "
@@ -40,8 +38,9 @@ CALLS: Mapping[str, str] = {
     "resumed": "Load with `session.load_checkpoint()`, or say when the loop has loaded by "
     "itself: `session.notify_checkpoint_loaded(path, step=…)`.",
     "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
-    "tokens": "Load batches with `input_ids`, or with integer inputs of two or more dimensions, "
-    "through `session.batches(loader)`, or say how to count: `attach(…, tokens=lambda batch: …)`.",
+    "tokens": "They are counted in batches with `input_ids` or integer inputs of two or more "
+    "dimensions, and in the input of the model's first `nn.Embedding`. Say how to count a batch: "
+    "`attach(…, tokens=lambda batch: …)`.",
     "config": "Give it to attach: `attach(…, config=…)`.",
     "log": "Report it: `session.log('loss', value)` before the batch ends.",
     "run": "This loop has no run folder. Give it one: `attach(…, runs='runs')`.",
@@ -73,8 +72,8 @@ _ARGUMENTS = {
 }
 
 _PROBLEMS = {  # loops that hooks would see wrong
-    "second step": "Optimizer {idx} steps again before the others have stepped, so steps cannot be "
-    "counted. Attach each optimizer with a session of its own.",
+    "second scaler": "The loop steps through a second GradScaler, whose state would not be saved. "
+    "Attach each optimizer with its scaler, in a session of its own.",
     "unused scaler": "attach was given a scaler, but the loop calls optimizer.step() itself, on "
     "scaled gradients. Call scaler.step(optimizer), or do not give attach the scaler.",
     "changed gradients": "{listeners} reads gradients before anything has changed them, but this "
@@ -86,6 +85,13 @@ _PROBLEMS = {  # loops that hooks would see wrong
     "backward after clip": "Backward runs after gradients were clipped, before optimizer.step, so "
     "hooks have seen a part of the gradients only. Clip once, after the last backward of a step.",
 }
+_OF_STEPS = {  # events and flows that an optimizer's step causes
+    *("on_gradients_ready", "update", "on_gradient_clip", "on_before_optimizer_step"),
+    *("on_after_optimizer_step", "on_step_skipped", "on_step_end"),
+}
+_OF_DATA = {  # arguments that come from batches
+    *("batch", "batch_idx", "dataloader_idx", "dataloader_name", "tokens_seen", "ctx", "state"),
+}
 _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
@@ -96,17 +102,21 @@ class Requirements:
         provided: the keys of `CALLS` for what the loop provides.
         calls: what to do about each need, where it is not a call of the loop.
         why_no_loss: the end of the sentence that the loop has not provided the loss.
+        counts_batches: whether the user's own function counts the tokens of batches.
     """
 
     def __init__(self) -> None:
         self.provided: set[str] = set()
         self.calls: Mapping[str, str] = CALLS
         self.why_no_loss = f". {CALLS['backward']}"
+        self.counts_batches = False
 
     def read_absent(self, name: str) -> Any:
         """Raise for an argument that this loop has not provided."""
         if name == "loss":
             raise NotProvidedError(f"This loop has not provided 'loss'{self.why_no_loss}")
+        if name == "lr":
+            raise NotProvidedError("The optimizer has no 'lr' in its param_groups.")
         if name not in _ARGUMENTS:
             raise AttributeError(f"The event context has no '{name}'.")
         call = self.calls[_ARGUMENTS[name]]
@@ -115,6 +125,8 @@ class Requirements:
     def unmet(self, hooks: HookManager, needs: Iterable[str] = CALLS) -> Iterator[str]:
         """Yield a line for everything that hooks need and the loop has not provided."""
         looked_at = set(needs) - self.provided
+        if self.counts_batches and "batches" in looked_at:
+            yield f"attach(…, tokens=…) has no effect, because no batch is seen. {CALLS['batches']}"
         yield from self._waiting(hooks, looked_at - _MAY_COME_LATER, "needs")
         for event, _ in _listening(hooks):
             if _EVENTS.get(event) in looked_at - _MAY_COME_LATER:
@@ -170,6 +182,7 @@ class HookNeeds:
     calls: bool
     backward: bool
     batch_metrics: bool
+    batches: bool
     asks_for_loss: tuple[str, ...]  # the methods that cannot be called without it
 
     @classmethod
@@ -196,16 +209,11 @@ class HookNeeds:
             # A checkpoint is not saved between a backward and the step.
             backward=loss or clips or saves or fire.on_after_backward is not None,
             batch_metrics="metrics" in wanted["on_train_batch_end"],
+            batches=has_run
+            or bool(fire.on_train_batch_start or fire.on_train_batch_end)
+            or any(_OF_DATA & names.keys() for names in wanted.values()),
             asks_for_loss=tuple(asking),
         )
-
-
-def is_compiled_in_place(model: torch.nn.Module, called: ForwardTargets) -> bool:
-    """Return whether `model.compile()` was called, on the model or on what is called instead."""
-    models = list(model) if isinstance(model, ModelGroup) else [model]
-    return any(
-        getattr(each, "_compiled_call_impl", None) is not None for each in (*models, *called.parts)
-    )
 
 
 class LoopChecks:
@@ -217,12 +225,9 @@ class LoopChecks:
         session: ends if the loop is refused in the first step.
     """
 
-    def __init__(
-        self, session: Session, requirements: Requirements, called: ForwardTargets
-    ) -> None:
-        self.session, self._requirements, self._called = session, requirements, called
+    def __init__(self, session: Session, requirements: Requirements) -> None:
+        self.session, self._requirements = session, requirements
         self._context, self._hooks = session.loop.context, session.loop.hooks
-        self._scaler = session.loop.state.scaler
         self.is_first_step = True
         self.allow_missing = False
         self._warned: set[str] = set()
@@ -236,7 +241,6 @@ class LoopChecks:
     def raise_or_warn(self, problems: list[str]) -> None:
         """Raise for what hooks need and do not get in the first step; later, warn."""
         if problems and self.is_first_step and not self.allow_missing:
-            problems += [line for line in self.unnamed_scaler(search=True) if line not in problems]
             lines = (f"  - {problem}" for problem in problems)
             self._refuse(NotProvidedError("Hooks need what this loop does not provide:", *lines))
         for problem in problems:
@@ -253,19 +257,9 @@ class LoopChecks:
         self.session.refuse(error)
         raise error
 
-    def check_hooks(self, *, on_calls: bool) -> None:
-        """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons.
-
-        Args:
-            on_calls: whether hooks on the model's calls are needed.
-        """
+    def check_hooks(self) -> None:
+        """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons."""
         problems = self._closure_problems()
-        if on_calls and is_compiled_in_place(self._context.model, self._called):
-            problems.append(
-                "This model was compiled in place (model.compile()), so hooks on its call would "
-                "be compiled too. Use `compiled = torch.compile(model)`, call `compiled` in the "
-                "loop and attach it."
-            )
         if problems:  # what else is known before training starts
             raise LoopError(*problems, *self._requirements.unmet(self._hooks, ("config", "run")))
 
@@ -288,36 +282,20 @@ class LoopChecks:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""
         if versions == gradient_versions(optimizer):
             return
-        if self.is_first_step:
-            self.raise_or_warn(self.unnamed_scaler(search=True))  # it has changed them
         listeners = ", ".join(self._hooks.listeners("on_gradients_ready"))
         self.report("changed gradients", listeners=listeners)
 
-    def unnamed_scaler(self, *, search: bool = False) -> list[str]:
-        """Return a line if the loop uses an enabled scaler that attach was not given.
-
-        Args:
-            search: also find one that has unscaled gradients before a step. This takes long.
-        """
-        if self._scaler is not None:
-            return []
-        step = find_frame(torch.amp.GradScaler.step)
-        scaler: torch.amp.GradScaler | None = None if step is None else step.f_locals["self"]
-        if scaler is None and search:
-            scaler = self._find_scaler()
-        if scaler is None or not scaler.is_enabled():
-            return []
-        return ["The loop steps through a GradScaler. Name it: `attach(…, scaler=scaler)`."]
-
-    def _find_scaler(self) -> torch.amp.GradScaler | None:
-        """Return a scaler that has unscaled gradients of an attached optimizer."""
-        attached = set(map(id, self._context.optimizers))
-        for found in gc.get_objects():
-            if issubclass(type(found), torch.amp.GradScaler):
-                scaler: torch.amp.GradScaler = found
-                if scaler.is_enabled() and attached & scaler._per_optimizer_states.keys():
-                    return scaler
-        return None
+    def warn_of_no_optimizer(self, what: str) -> None:
+        """Warn that no optimizer was seen, and which hooks are not called without one."""
+        events = [e for e in (*EVENTS, *FLOWS) if e in _OF_STEPS]
+        labels = ", ".join(self._listeners(*events))
+        missing = f", so {labels} is not called" if labels else ""
+        self.warn_once(
+            what,
+            f"{what} the parameters of the attached model{missing}. Optimizers of torch are seen "
+            "when they step; give any other to attach. A loop that updates parameters by itself "
+            "calls its hooks: `hookline.HookRunner(hooks)`.",
+        )
 
     def missing_clip(self) -> list[str]:
         """Return a line if hooks need on_gradient_clip, which this loop has not caused."""

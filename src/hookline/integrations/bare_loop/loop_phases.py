@@ -43,6 +43,7 @@ class LoopPhases:
 
     Attributes:
         session: fires events.
+        counts_tokens: whether tokens are counted.
         watch: watches model and optimizers; it ends the batches that complete a step.
         validation: the means of the validation in progress; None outside of one.
         resumed_epoch: the epoch that was in progress when a checkpoint was saved.
@@ -58,6 +59,7 @@ class LoopPhases:
     ) -> None:
         self.session, self._loop = session, session.loop
         self._requirements, self._count_tokens = requirements, count_tokens
+        self.counts_tokens = count_tokens is not None
         self.watch: StepWatch
         self._batch: Batch | None = None
         self.validation: Means | None = None
@@ -116,11 +118,11 @@ class LoopPhases:
             for name in _OF_BATCH:
                 context.provide(name, None)
 
-    def begin_batch(self, batch: Batch) -> None:
-        """Begin a batch, of training or validation."""
+    def begin_batch(self, batch: Batch, *, waited: float | None = None) -> None:
+        """Begin a batch, of training or validation; `waited` are the seconds that loading took."""
         watch, trains = self.watch, self.validation is None
         if trains and watch.times.timed:
-            watch.times.begin_batch()
+            watch.times.begin_batch(waited)
         self.batch = batch
         watch.losses.batch_begins()
         if self._count_tokens is not None and (n := self._count_tokens(batch.batch)) is not None:
@@ -146,7 +148,7 @@ class LoopPhases:
             self.session.fire("on_validation_batch_end")
             return
         if batch.tokens is not None:
-            context.tokens_seen = (context.known("tokens_seen") or 0) + batch.tokens
+            self.add_tokens(batch.tokens)
         if watch.dispatchers.on_train_batch_end is not None:
             loss = watch.batch_loss() if watch.losses.wanted else None
             known = {} if loss is None else {"loss": loss}
@@ -154,6 +156,11 @@ class LoopPhases:
             more = self.other_metrics() if wants_more and self.other_metrics is not None else {}
             context.event_metrics = Metrics({**known, **batch.logged, **more})
             self.session.fire("on_train_batch_end")
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count tokens that are trained on."""
+        self._loop.context.tokens_seen = (self._loop.context.known("tokens_seen") or 0) + tokens
+        self._requirements.provided.add("tokens")
 
     # -- epochs -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
+from signal import Signals
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 from weakref import WeakSet
@@ -51,6 +52,7 @@ from hookline.errors import (
 )
 from hookline.files.plain_names import is_plain_name
 from hookline.hook import Hook
+from hookline.integrations.bare_loop.data_watch import DataWatch
 from hookline.integrations.bare_loop.generation import GenerationWatch
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, saves_checkpoints
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
@@ -61,7 +63,7 @@ from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
-from hookline.loop.model_watch import ForwardTargets, ModelGroup
+from hookline.loop.model_watch import ForwardTargets, models_in
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.random_state import describe_random_state, restore_random_state
@@ -83,7 +85,7 @@ _attached: WeakSet[Session] = WeakSet()
 
 _STATE = (  # what a checkpoint of the loop's own, or of another library, has of a session
     *("hooks", "attributes", "disabled", "step", "best_accuracy", "run", "logged", "unreported"),
-    *("means", "tokens_seen", "epoch"),
+    *("means", "tokens_seen", "epoch", "step_of"),
 )
 
 
@@ -95,8 +97,10 @@ class Session:
     `detach()` ends it. Hooks get it as `trainer`, and may set attributes of their own on it.
 
     Args:
+        names: of the optimizers, if they have any.
         options: those of `attach`, checked.
         accumulated_batches: by which number losses are divided for accumulation; 0 if unknown.
+        step_of: the number of the optimizer whose step ends a step; None if the user has not said.
 
     Attributes:
         model: the model.
@@ -113,6 +117,8 @@ class Session:
         has_failed_to_start: whether it has ended in `attach` or `on_train_start`.
     """
 
+    _finds_batches = True  # else another library's trainer tells of them
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -120,17 +126,19 @@ class Session:
         schedulers: list[Any],
         scaler: torch.amp.GradScaler | None,
         *,
+        names: tuple[str, ...] = (),
         options: SimpleNamespace,
         accumulated_batches: int = 0,
+        step_of: int | None = None,
     ) -> None:
         self.model, self.optimizers = model, optimizers
-        self.schedulers, self.scaler = schedulers, scaler
+        self.schedulers, self.scaler, self._names = schedulers, scaler, names
         self.hparams, self.name, self.tags = options.hparams, options.name, options.tags
         self.config = SimpleNamespace(debug=False) if options.config is None else options.config
         self.run: Run | None = None
         self._runs, self._wants_report = options.runs, options.report
         self._loss_divided, self._accumulated_batches = options.loss_divided, accumulated_batches
-        self._watches_generation = options.watch_generation
+        self._watches_generation, self._step_of = options.watch_generation, step_of
         self._requirements = Requirements()
         given = {"config": options.config, "run": options.runs}
         self._requirements.provided = {n for n, value in given.items() if value is not None}
@@ -138,6 +146,8 @@ class Session:
         tokens = options.tokens
         own_count = None if tokens is None or isinstance(tokens, str) else make_counter(tokens)
         count = count_tokens if isinstance(tokens, str) else own_count
+        self._requirements.counts_batches = own_count is not None
+        self._data: DataWatch | None = None
         self._phases = LoopPhases(self, self._requirements, count)
         self._batch_idx = 0  # of the next batch, where another library's trainer counts them
         self._stop = StopRequest(self.loop.requests, options.on_stop, options.stop_grace)
@@ -147,6 +157,7 @@ class Session:
         self._identity: Identity | None = None
         self._undo = ExitStack()  # what was attached to model, optimizers and scaler, and the run
         self._termination: TerminationWatch | None = None
+        self._saves_at_signal = False  # a signal saves a last checkpoint
         self._handler_cleanup: weakref.finalize[..., Session] | None = None
         self._generation: GenerationWatch | None = None
         self.started = self.has_failed_to_start = False
@@ -163,6 +174,7 @@ class Session:
     def _make_loop(self, options: SimpleNamespace) -> tuple[HookManager, Loop]:
         context = EventContext(self, self._requirements.read_absent)
         context.connect(self.model, self.optimizers)
+        context.optimizer_names = self._names
         context.provide("config", options.config)
         if self._runs is not None:
             context.run = None  # until training starts, and on ranks other than the first
@@ -194,7 +206,7 @@ class Session:
         One in a `with` block will end there, and so may have another within.
         """
         mine, others = (
-            list(map(id, [*_parts(session.model), *session.optimizers]))
+            list(map(id, [*models_in(session.model), *session.optimizers]))
             for session in (self, other)
         )
         return mine == others and not other.has_ended and not other.is_in_block
@@ -245,6 +257,9 @@ class Session:
     def _connect(self, called: ForwardTargets | None = None) -> None:
         """Watch the model and the optimizers; if that fails, they are as before."""
         loop = self.loop
+        if self._finds_batches:
+            counts = not self._requirements.counts_batches and self._phases.counts_tokens
+            self._data = DataWatch(self, self._phases, self.model, counts_tokens=counts)
         watch = self._watch = self._phases.watch = StepWatch(
             self,
             self._requirements,
@@ -252,6 +267,8 @@ class Session:
             called=called,
             loss_divided=self._loss_divided,
             accumulated_batches=self._accumulated_batches,
+            step_of=self._step_of,
+            data=self._data,
         )
         generation = self._generation = GenerationWatch(
             loop.context, is_shown=self._watches_generation
@@ -283,6 +300,7 @@ class Session:
     def state_items(self) -> list[StateItem]:
         """Return the items of a checkpoint's state that our own trainer does not have, or else."""
         record, records, saves = self.loop.record, self.loop.ranks.records, self._saves
+        rule = self._watch.rule
 
         def load_random(state: Any) -> None:
             if state:
@@ -292,6 +310,7 @@ class Session:
         load_unreported = partial(setattr, self, "_unreported")
         return [
             *self._phases.state_items(),
+            StateItem("step_of", lambda: rule.ends_with, rule.load),
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
@@ -455,9 +474,9 @@ class Session:
     def _start_saving(self) -> None:
         """Prepare for hooks that save."""
         if any(saves_checkpoints(self.hooks.get_hook(name)) for name in self.hooks):
-            self._watch.checks.check_hooks(on_calls=True)
             self._requirements.provided |= {"checkpoint", "resumed"}  # they cause these events
             self._make_saves()
+            self._saves_at_signal = self._runs is not None
 
     def _start_record(self) -> None:
         loop, record = self.loop, self.loop.record
@@ -510,7 +529,7 @@ class Session:
         return find_run_of_checkpoint(restored)
 
     def _watch_termination(self) -> None:
-        """Leave the loop at SIGTERM; where a handler of the user's does so, notice it."""
+        """Leave the loop at SIGTERM and SIGUSR1; where the user's own handler does, notice it."""
         # It is known here before it is entered: the signal may come at once.
         this = weakref.proxy(self)
         self._termination = TerminationWatch(self.loop.requests, lambda: this.end_soon())
@@ -519,10 +538,49 @@ class Session:
         self._handler_cleanup = weakref.finalize(self, self._termination.__exit__)
         self._handler_cleanup.atexit = False
 
-    def end_soon(self) -> None:
-        """Record SIGTERM, and look at the end of the step whether it was swallowed."""
+    def end_soon(self) -> bool:
+        """Record a signal; return whether the loop goes on until the next boundary, to save."""
         self._watch.has_boundary_work = True
-        self.loop.record.event("signal", step=self.step, signal="SIGTERM")
+        received = self.loop.requests.signal
+        self.loop.record.event("signal", step=self.step, signal=received and received.name)
+        return self._saves_at_signal
+
+    def _leave_for_signal(self) -> None:
+        """Save what a resumed run needs at the boundary after this step, and leave the loop."""
+        assert self._termination is not None
+        if not self._saves_at_signal:
+            self._termination.exit()  # again: somebody has swallowed it
+            return
+        self._saves_at_signal = False
+        self._termination.follow()
+        saves = self._make_saves()
+        self._request_last_save()
+        saves.on_saved = self._saved_for_signal
+        saves.wait_for_boundary()
+
+    def _request_last_save(self) -> None:
+        """Request a checkpoint in the run's folder, unless a hook has."""
+        folder = None if self.run is None else self.run.checkpoints
+        requested = self.loop.requests.checkpoints
+        if not any(
+            one.path is None or Path(one.path).parent == folder
+            for one in requested
+            if not one.weights_only
+        ):
+            self.loop.requests.checkpoint(SaveRequest())
+
+    def _saved_for_signal(self) -> None:
+        """Say how to continue, and leave the loop, if it has not ended by itself."""
+        assert self._termination is not None
+        received = self.loop.requests.signal or Signals.SIGTERM
+        for result in self.loop.checkpoints.report(wait=True):
+            if result.path is not None:
+                announce(
+                    f"{received.name}: saved {result.path}. To continue it, call "
+                    "`session.load_checkpoint()` before training starts."
+                )
+        if not self.has_ended:
+            self._termination.exit()
 
     def detach(self) -> None:
         """End training (`on_train_end`) and remove all hooks from model, optimizers and scaler."""
@@ -546,6 +604,10 @@ class Session:
         if context.status in ("completed", "stopped"):
             for line in self._requirements.pending(self.hooks):
                 log.warning("The loop has ended. %s", line)
+            if self.started and self._watch.awaits_optimizer:
+                self._watch.checks.warn_of_no_optimizer(
+                    "The loop has ended, and no optimizer has stepped"
+                )
 
     def _end_training(self) -> None:
         """Save what was requested, and fire `on_train_end`."""
@@ -579,7 +641,12 @@ class Session:
         if self._saves is not None:
             status, exception = self.status, self.loop.context.exception
             failed = status in ("error", "interrupted")
-            failed |= status == "preempted" and exception is not None  # perhaps within a step
+            if status == "preempted":
+                within_step = exception is not None and not self._watch.is_between_steps
+                failed = within_step
+                if self._saves_at_signal and not failed and not self.loop.ranks.is_distributed:
+                    self._request_last_save()
+                    self._saves.on_saved = self._saved_for_signal
             self._saves.finish(failed=failed, together=together)
         if together:
             self._agree()  # on the checkpoints that have just been finished
@@ -605,6 +672,7 @@ class Session:
         self._generation = self._termination = context.exception = None
         self._saves = None
         self._phases.session = weakref.proxy(self)
+        self._data = None
         self._watch.leave_cycles()
 
     def _close_record(self) -> None:
@@ -630,23 +698,23 @@ class Session:
 
     def after_step(self) -> None:
         """Do what is rarely needed at the end of a step, or where several processes train."""
-        if self._termination is not None:
-            self._termination.exit_again()
         if self._saves is not None:
             self._saves.event_ended()
             if self.loop.checkpoints.prepares:  # the memory for what a hook will save
                 self.loop.checkpoints.prepare()
-        self._agree()
+        has_signal = self._agree()
+        if self._termination is not None and has_signal:
+            self._leave_for_signal()
         if self._stop.is_active:
             self._stop.check()
 
-    def _agree(self) -> None:
-        """Apply what hooks of any process have requested."""
+    def _agree(self) -> bool:
+        """Apply what hooks of any process have requested; return whether one has a signal."""
         loop, step = self.loop, self.step
         if not loop.ranks.is_distributed:
             if loop.has_checkpoints and loop.checkpoints.is_busy:
                 loop.checkpoints.report()
-            return
+            return loop.requests.signal is not None
         if loop.ranks.records.is_due(step):
             loop.ranks.records.report(loop.record.sink)
         agreed = loop.agree()
@@ -656,6 +724,7 @@ class Session:
             self._stop.agree(step)
         if agreed.save:
             self._make_saves().wait_for_boundary()
+        return agreed.signal
 
     def _make_saves(self) -> SessionSaves:
         """Return what saves and loads checkpoints; importing it takes long."""
@@ -816,6 +885,8 @@ class Session:
         if trains:
             self.reach_boundary()
         for i, batch in enumerate(batches):
+            if self._data is not None:
+                self._data.take(batch)
             phases.begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
             phases.end_batch()
@@ -824,6 +895,17 @@ class Session:
             if trains:
                 self.reach_boundary()
         phases.batch = None
+
+    def provides_batches(self) -> None:
+        """Note that hooks get the batches of the loop."""
+        self._requirements.provided.add("batches")
+
+    def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
+        """Return the indices of the batch in progress in its dataset; None if unknown.
+
+        They are known for a torch `DataLoader` with a map-style dataset.
+        """
+        return None if self._data is None else self._data.sample_indices(loader_idx, batch_idx)
 
     @contextmanager
     def epoch(self, number: int | None = None) -> Generator[int]:
@@ -1273,10 +1355,6 @@ def _weights(context: EventContext) -> Mapping[str, Any]:
     from hookline.integrations.bare_loop.session_saves import unwrapped
 
     return unwrapped(context.model).state_dict()
-
-
-def _parts(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return list(model) if isinstance(model, ModelGroup) else [model]
 
 
 def is_single_number(value: object) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -23,12 +23,12 @@ from hookline.checkpoint import Checkpoint, find_checkpoint
 from hookline.checkpoint.folder import load_checkpoint
 from hookline.errors import CheckpointError, LoopError
 from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
-from hookline.integrations.bare_loop.loop_checks import is_compiled_in_place
+from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer, has_step_hooks
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
-from hookline.loop.model_watch import ModelCallback, ModelGroup
+from hookline.loop.model_watch import ModelCallback, ModelGroup, is_compiled_in_place, models_in
 from hookline.loop.processes import (
     SingleProcessGroup,
     broadcast_from_main,
@@ -50,14 +50,20 @@ class SessionSaves:
     Args:
         loop: the loop.
         watch: watches its model and optimizers.
+
+    Attributes:
+        on_saved: called after something was saved at a boundary.
     """
 
     def __init__(self, loop: Loop, watch: StepWatch) -> None:
         self._loop, self._watch = loop, watch
+        for optimizer in loop.context.optimizers:
+            _check_has_state(optimizer)
         self._boundary = _StepBoundary(weakref.proxy(self), loop.context.model, watch)
         self._agreed: list[SaveRequest] = []  # with their folders; to be saved at the boundary
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
         self._has_ended = False
+        self.on_saved: Callable[[], None] | None = None
 
     def random(self) -> dict[str, Any]:
         """Return the random states of a checkpoint."""
@@ -100,23 +106,14 @@ class SessionSaves:
         if not together and not processes.is_main:
             return None
         self.save_requested()
+        self._watch.warn_of_waiting_gradients()
         (request,) = checkpoints.with_folders([request], in_all_ranks=together)
         checkpoints.extra = dict(extra)
         return checkpoints.save([request], wait=wait, together=together)
 
     def request(self, request: SaveRequest, extra: Mapping[str, Any]) -> None:
-        """Save before the next step begins; several ranks agree on it until then.
-
-        Raises:
-            LoopError: the moment between two steps is not seen.
-        """
+        """Save before the next step begins; several ranks agree on it until then."""
         loop = self._loop
-        if is_compiled_in_place(loop.context.model, self._watch.called):
-            raise LoopError(
-                "This model was compiled in place (model.compile()), so the moment between two "
-                "steps is not seen. Use `compiled = torch.compile(model)`, call `compiled` in the "
-                "loop and attach it; or call `session.save_checkpoint()` in the loop."
-            )
         if request.path is None:
             loop.checkpoints.check_folder()
         loop.requests.checkpoint(request)
@@ -143,8 +140,11 @@ class SessionSaves:
         self._boundary.stop()
         if self._agreed:
             requests, self._agreed = self._agreed, []
+            self._watch.warn_of_waiting_gradients()
             self._loop.checkpoints.save(requests, together=self._is_together)
             self._random = None
+            if self.on_saved is not None:
+                self.on_saved()
 
     def finish(self, *, failed: bool, together: bool) -> None:
         """Save what was requested, wait for what is being written, and report it.
@@ -249,6 +249,19 @@ class SessionSaves:
         return found
 
 
+def _check_has_state(optimizer: Any) -> None:
+    """Raise for an object like an optimizer whose state a checkpoint could not restore."""
+    if has_step_hooks(optimizer) or isinstance(optimizer, AwaitedOptimizer):
+        return
+    kind = type(optimizer)
+    methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    if not methods or not {"state", "param_groups"} <= optimizer.state_dict().keys():
+        raise LoopError(
+            f"The state of {kind.__name__} cannot be saved in a checkpoint. It needs `state_dict` "
+            "and `load_state_dict`, with 'state' and 'param_groups' as in torch.optim.Optimizer."
+        )
+
+
 class _StepBoundary:
     """Saves before the next call of the model, or of a part of it if the model is never called.
 
@@ -257,7 +270,8 @@ class _StepBoundary:
     """
 
     def __init__(self, saves: SessionSaves, model: torch.nn.Module, watch: StepWatch) -> None:
-        self._models = list(model) if isinstance(model, ModelGroup) else [model]
+        # The watch sees the calls of a model that was compiled in place.
+        self._models = [each for each in models_in(model) if not is_compiled_in_place(each)]
         self._saves, self._watch = saves, watch
         self._handles: list[RemovableHandle] = []  # kept: a new hook would compile a model again
         self._part_handles: list[RemovableHandle] = []
@@ -305,7 +319,7 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     if isinstance(model, ModelGroup):
         inner_models = [unwrapped(each) for each in model]
         are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
-        return model if are_own else ModelGroup(inner_models)
+        return model if are_own else ModelGroup(inner_models, list(model._modules))
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
         inner = inner.module

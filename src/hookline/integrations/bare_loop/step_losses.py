@@ -20,8 +20,12 @@ import torch
 from hookline.context import NO_LOSS, LazyFloat
 from hookline.integrations.bare_loop.loop_checks import Requirements
 from hookline.loop.event_context import EventContext
+from hookline.loop.model_watch import ModelGroup
 
 log = logging.getLogger("hookline")
+
+_HAS_DIVISOR = ("Div", "Mul", "ToCopy", "Compiled")  # operations that may divide, or hide it
+_NONE, _SINGLE = Counter[int](), Counter({0: 1})  # losses by turn; those of a single backward
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class BackwardLoss:
         divisor: the constant that it was divided by last; None without one.
         compiled: whether it comes out of a compiled function, which hides a division.
         known_divisor: the number that it was divided by, where another library says so.
+        scaler: what has multiplied it; None without a scaler.
         turn: how many times optimizers have stepped before it, in its step.
     """
 
@@ -42,6 +47,7 @@ class BackwardLoss:
     divisor: float | None = None
     compiled: bool = False
     known_divisor: float | None = None
+    scaler: torch.amp.GradScaler | None = None
     turn: int = 0
 
 
@@ -51,13 +57,14 @@ class StepLosses:
     Args:
         context: gets the losses.
         requirements: gets why there is no loss.
-        scaler: what multiplies the loss before backward.
         divided: whether the loop divides its losses by the number of batches in a step; None to
             find out.
 
     Attributes:
         wanted: whether the losses of an unchanged loop are read.
-        turns: how many times optimizers have stepped, while the step goes on with others.
+        turns: the optimizers that have stepped, while the step goes on with others.
+        named: the losses of the step that has ended, with their names, if each optimizer has its
+            own; else nothing.
         divisor: the number that each loss is divided by from now on, where another library says so.
     """
 
@@ -65,46 +72,68 @@ class StepLosses:
         self,
         context: EventContext,
         requirements: Requirements,
-        scaler: torch.amp.GradScaler | None,
         divided: bool | None = None,
         accumulated_batches: int = 0,
     ) -> None:
         self.wanted = False
-        self.turns = 0
+        self.turns: list[int] = []
+        self.named: list[tuple[str, torch.Tensor]] = []
+        self._is_separate = bool(context.optimizer_names) and isinstance(context.model, ModelGroup)
         self.divisor: float | None = None
         self._context, self._requirements = context, requirements
-        self._scaler = scaler
         self._divided = divided
         self._step: list[BackwardLoss] = []
         self._batch: list[BackwardLoss] = []
         self._first: list[BackwardLoss] = []
         self._group = accumulated_batches  # the number that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
-        self._counts = Counter[int]()  # backwards of the step that ends, by turn
+        self._counts = _NONE  # backwards of the step that ends, by turn
 
-    def read(self, loss: torch.Tensor | None) -> BackwardLoss:
-        """Return the loss of a backward that begins, and by what it was divided."""
+    def read(self, loss: torch.Tensor | None, scaler: torch.amp.GradScaler | None) -> BackwardLoss:
+        """Return the loss of a backward that begins, and by what it was divided and multiplied."""
+        scaler = None if scaler is None or not scaler.is_enabled() else scaler
         if loss is None or self._divided is False or self.divisor is not None:
+            return BackwardLoss(loss, scaler=scaler)
+        is_scaled = scaler is not None
+        node = loss.grad_fn
+        if not is_scaled and (node is None or not node.name().startswith(_HAS_DIVISOR)):
             return BackwardLoss(loss)
-        is_scaled = self._scaler is not None and self._scaler.is_enabled()
         divisor = find_divisor(loss, is_scaled=is_scaled)
         compiled = divisor is None and is_compiled(loss, is_scaled=is_scaled)
-        return BackwardLoss(loss, divisor=divisor, compiled=compiled)
+        return BackwardLoss(loss, divisor=divisor, compiled=compiled, scaler=scaler)
 
     def add(self, seen: BackwardLoss, *, had_gradients: bool) -> None:
         """Add the loss of a backward, before which there were gradients or none."""
         if seen.loss is not None:
-            seen.loss = loss = seen.loss.detach()
-            if self._scaler is not None and self._scaler.is_enabled() and not seen.given:
-                seen.loss = loss / self._scaler.scale(torch.ones_like(loss))  # nothing waits
+            seen.loss = seen.loss.detach()
+            if seen.scaler is not None:
+                seen.loss = _unscaled(seen.loss, seen.scaler)
         # Gradients were dropped since the last backward, if there was one: it had no step.
         if not had_gradients and not self.turns:
             self._step.clear()
-        seen.known_divisor, seen.turn = self.divisor, self.turns
+        seen.known_divisor, seen.turn = self.divisor, len(self.turns)
         self._step.append(seen)
         batch = self._context.known("current_batch")
         if batch is not None and not batch.ended:  # else nobody asks for it, or clears it
             self._batch.append(seen)
+
+    def unscale(self, scaler: torch.amp.GradScaler) -> None:
+        """Divide the step's losses by the scale of a scaler that was not known at backward."""
+        for seen in self._step:
+            if seen.loss is not None and seen.scaler is None and not seen.given:
+                seen.loss, seen.scaler = _unscaled(seen.loss, scaler), scaler
+
+    def take_latest(self) -> list[BackwardLoss]:
+        """Take the losses since the last turn out of the step: they are of the next one."""
+        later = [seen for seen in self._step if seen.turn == len(self.turns)]
+        self._step = [seen for seen in self._step if seen.turn != len(self.turns)]
+        return later
+
+    def put_back(self, losses: list[BackwardLoss]) -> None:
+        """Let losses be the first ones of a step."""
+        for seen in losses:
+            seen.turn = 0
+        self._step = losses
 
     def keep_first(self) -> None:
         """Keep the loss of a closure's first evaluation as that of the step."""
@@ -123,26 +152,39 @@ class StepLosses:
     def set_step_loss(self) -> None:
         """Set the context's loss to that of the step."""
         losses = self._first or self._step
-        self._set(losses, Counter(seen.turn for seen in losses))
+        self._set(losses, _count_turns(losses))
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
         losses = self._first or self._step
-        self._counts = Counter(seen.turn for seen in losses)
-        for turn in self._counts:
-            self._learn([seen for seen in losses if seen.turn == turn])
+        self._counts = _count_turns(losses)
+        if len(losses) > 1 or self._divided:
+            for turn in self._counts:
+                self._learn([seen for seen in losses if seen.turn == turn])
         own = self._set(losses, self._counts)
-        if own:
-            self._context.latest_loss = self._context.loss
+        if not own:
+            return
+        self._context.latest_loss = self._context.loss
+        names, means = self._context.optimizer_names, self._context.means
+        self._is_separate |= bool(names) and len(self._counts) > 1
+        if not self._is_separate:
             for loss in own:
-                self._context.means.add("train/loss", loss)
+                means.add("train/loss", loss)
+            return
+        # A mean over losses of different optimizers means nothing.
+        of_turn = [f"train/loss/{names[i]}" for i in self.turns or [0]]
+        turns = [seen.turn for seen in losses]
+        self.named = [(of_turn[turn], loss) for turn, loss in zip(turns, own, strict=True)]
+        for name, loss in self.named:
+            means.add(name, loss)
 
     def forget(self) -> None:
         """Forget the losses of the step."""
         self._step.clear()
         self._first = []
-        self._counts = Counter()
-        self.turns = 0
+        self._counts = _NONE
+        self.turns.clear()
+        self.named = []
 
     # -- losses that the loop has divided ---------------------------------------------------------
 
@@ -192,6 +234,10 @@ class StepLosses:
     def _set(self, losses: list[BackwardLoss], counts: Counter[int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context, absent = self._context, self._requirements
+        first = losses[0].loss if len(losses) == 1 else None
+        if first is not None and self._divisor(losses[0], counts[losses[0].turn]) == 1.0:
+            context.loss, absent.why_no_loss = LazyFloat(first), ""  # as in most loops
+            return [first]
         context.provide("loss", None)
         absent.why_no_loss = ""
         own: list[torch.Tensor] = []
@@ -220,6 +266,17 @@ class StepLosses:
                 lambda: torch.stack([loss.float().reshape(()) for loss in own]).mean()
             )
         return own
+
+
+def _count_turns(losses: list[BackwardLoss]) -> Counter[int]:
+    """Return how many losses there are in each turn of a step."""
+    is_single = len(losses) == 1 and not losses[0].turn
+    return _SINGLE if is_single else Counter(seen.turn for seen in losses)
+
+
+def _unscaled(loss: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+    """Return a loss divided by the scale, without waiting for the device."""
+    return loss / scaler.scale(torch.ones_like(loss))
 
 
 def _is(divisor: float | None, count: int) -> bool:

@@ -6,7 +6,7 @@
     the first clip         on_gradients_ready, unless fired before · on_gradient_clip
     step, before           on_gradients_ready, unless fired before · on_before_optimizer_step
     step, after            on_after_optimizer_step, or on_step_skipped
-    after the last optimizer      on_train_batch_end · on_step_end
+    the step has ended     on_train_batch_end · on_step_end      (see `StepRule`)
 
 A loop that cannot be followed without guessing raises an error before its first step; after that,
 nothing here stops a run. The file is long because it is one step, from top to bottom.
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
-from torch.utils.hooks import RemovableHandle
 
 from hookline.context import LazyFloat
 from hookline.integrations.bare_loop.backward_watch import backward_patch
@@ -32,10 +31,17 @@ from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
     LoopChecks,
     Requirements,
-    is_compiled_in_place,
 )
+from hookline.integrations.bare_loop.optimizer_watch import (
+    AwaitedOptimizer,
+    OptimizerWatch,
+    hold_all,
+    holds_any,
+)
+from hookline.integrations.bare_loop.scaler_watch import scaler_patch
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
-from hookline.integrations.patches import WrappedMethods, calling_frames
+from hookline.integrations.bare_loop.step_rule import StepRule
+from hookline.integrations.patches import WrappedMethods
 from hookline.loop.event_context import (
     Versions,
     gradient_versions,
@@ -43,12 +49,19 @@ from hookline.loop.event_context import (
     norm_or_error,
     version_of,
 )
-from hookline.loop.model_watch import ForwardTargets, ModelWatch, keep_out_of_graphs
+from hookline.loop.model_watch import (
+    ForwardTargets,
+    ModelWatch,
+    is_compiled_in_place,
+    keep_out_of_graphs,
+    models_in,
+)
 from hookline.loop.phase_times import PhaseTimes
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
 
 if TYPE_CHECKING:
+    from hookline.integrations.bare_loop.data_watch import DataWatch
     from hookline.integrations.bare_loop.loop_phases import LoopPhases
     from hookline.integrations.bare_loop.session import Session
 
@@ -56,7 +69,6 @@ log = logging.getLogger("hookline")
 
 _uncompiled: Any = torch.compiler.disable  # which loses the types of methods
 _OVERFLOW = "the scaler found non-finite gradients"
-_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 class _Before(NamedTuple):
@@ -65,6 +77,7 @@ class _Before(NamedTuple):
     versions: list[Versions]
     loss: BackwardLoss | None
     is_given: bool
+    scaler: torch.amp.GradScaler | None  # that has scaled the loss
 
 
 class StepWatch:
@@ -78,15 +91,16 @@ class StepWatch:
         loss_divided: see `attach`.
         accumulated_batches: the number by which losses are divided also in steps with fewer
             batches; 0 if it is not known.
+        step_of: the number of the optimizer whose step ends a step; None if the user has not said.
+        data: finds the batches of the loop; None where another library's trainer has them.
 
     Attributes:
+        rule: says when a step has ended.
         times: the time of each phase, if there is a run.
         has_boundary_work: whether the session acts before and after each step.
         backwards_seen: how many backwards have changed gradients.
         has_new_gradients: whether backward has run since the last step.
         always_sees_calls: whether calls of model and backward are seen also if no hook needs them.
-        ends_with_batch: whether a step ends with its batch, when not all optimizers have stepped
-            and others have stepped several times.
     """
 
     def __init__(
@@ -98,24 +112,33 @@ class StepWatch:
         called: ForwardTargets | None = None,
         loss_divided: bool | None = None,
         accumulated_batches: int = 0,
+        step_of: int | None = None,
+        data: DataWatch | None = None,
     ) -> None:
         loop = session.loop
         self.loop, self.context, self.hooks = loop, loop.context, loop.hooks
         self.called = called or ForwardTargets()
         self._session, self._requirements, self._phases = session, requirements, phases
+        self._data = data
         context, scaler = loop.context, loop.state.scaler
         self.dispatchers = loop.hooks.dispatchers
         self.times = PhaseTimes()
         self.has_boundary_work = False
-        self.scaler = scaler
+        self.scaler: torch.amp.GradScaler | None = scaler
+        self._scaled: Callable[[], Any] = _nothing  # returns what a scaler has scaled last
+        self._scaled_by: torch.amp.GradScaler | None = None
         self.optimizers = context.optimizers
+        self.rule = StepRule(self.optimizers, step_of)
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
-        self.losses = StepLosses(context, requirements, scaler, loss_divided, accumulated_batches)
-        self.checks = LoopChecks(session, requirements, self.called)
+        self._steps = OptimizerWatch(self._before_step, self._after_step)
+        self._compiled = WrappedMethods()  # calls of models that were compiled in place
+        self._awaited: tuple[Versions, bool] | None = None  # gradients, and whether they were ready
+        self.losses = StepLosses(context, requirements, loss_divided, accumulated_batches)
+        self.checks = LoopChecks(session, requirements)
         self.model = ModelWatch(context.model, self, self.called)
-        self._handles: list[RemovableHandle] = []
-        self._wrapped = WrappedMethods()  # of the scaler
+        self.model.leaves_compiled = True
         self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
+        self._has_more: set[int] = set()  # of these, the ones that got gradients since
         self._ready: set[int] = set()
         self._versions: dict[int, Versions] = {}
         self._clipped: dict[int, Versions] = {}  # by optimizer, after the step's latest clip
@@ -131,7 +154,7 @@ class StepWatch:
         self._verified = self._takes_short_path = self._starts_silently = False
         self._has_started = self._closure_evaluated = False
         self._backward: _Before | None = None  # that runs, and has not been counted yet
-        self.has_new_gradients = self.ends_with_batch = self.always_sees_calls = False
+        self.has_new_gradients = self.always_sees_calls = False
         self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
         self._thread = get_ident()  # that trains, as far as is seen
 
@@ -140,24 +163,26 @@ class StepWatch:
     def attach(self) -> None:
         """Add hooks to model, optimizers and scaler; `detach` removes them, also after an error."""
         self.hooks_changed()
-        for optimizer in self.optimizers:
-            before = _for_outer_steps(optimizer, self._before_step)
-            self._handles.append(optimizer.register_step_pre_hook(before))
-            after = _for_outer_steps(optimizer, self._after_step)
-            self._handles.append(optimizer.register_step_post_hook(after))
         keep_out_of_graphs(StepWatch._before_step)
         keep_out_of_graphs(StepWatch._after_step)
-        if self.scaler is not None:
-            self._wrapped.wrap(self.scaler, "step", self._scaler_step)
-            self._wrapped.wrap(self.scaler, "unscale_", self._unscale)
+        scaler_patch.add(self)
+        self._watch_compiled_calls()
+        if self.awaits_optimizer:
+            self.rule.may_grow = True
+            self._steps.search(self._look_at_optimizer)
+            return
+        for optimizer in self.optimizers:
+            self._steps.watch(optimizer)
 
     def detach(self) -> None:
         """Remove all hooks from model, optimizers and scaler."""
         self.model.detach()
-        for handle in self._handles:
-            handle.remove()
+        if self._data is not None:
+            self._data.detach()
+        self._compiled.restore()
+        self._steps.detach()
         self._index = {}
-        self._wrapped.restore()
+        scaler_patch.remove(self)
         clip_patch.remove(self)
         backward_patch.remove(self)
         self.losses.wanted = False
@@ -166,6 +191,7 @@ class StepWatch:
         """Keep nobody alive who has this watch: it was detached."""
         self._session = self.checks.session = weakref.proxy(self._session)
         self._phases = weakref.proxy(self._phases)
+        self._data = None
         self.model.listener = weakref.proxy(self)
 
     def leave(self) -> None:
@@ -182,20 +208,92 @@ class StepWatch:
     def hooks_changed(self) -> None:
         """Watch what the enabled hooks need, and no more; nothing before the first call."""
         self.needs = needs = HookNeeds.of(self.hooks, has_run=self.loop.record.is_wanted)
-        self.checks.check_hooks(on_calls=needs.calls)
+        self.checks.check_hooks()
         self.losses.wanted = needs.loss
         # on_train_start comes before the first forward, also without `with`.
         starts = self.dispatchers.on_train_start is not None and not self._has_started
-        compiled = is_compiled_in_place(self.context.model, self.called)
         backward = needs.backward or self.always_sees_calls
-        self.model.watch(
-            calls=(needs.calls or starts or self.always_sees_calls) and not compiled,
-            returns=backward and not compiled,
-        )
+        self.model.watch(calls=needs.calls or starts or self.always_sees_calls, returns=backward)
+        if self._data is not None:
+            wanted = needs.batches or self._requirements.counts_batches
+            self._data.watch(batches=wanted, is_compiled=self._is_compiled())
         (clip_patch.add if needs.clips else clip_patch.remove)(self)
         (backward_patch.add if backward else backward_patch.remove)(self)
         self._unchecked = True
         self._takes_short_path = self._starts_silently = False
+
+    def _is_compiled(self) -> bool:
+        """Return whether hooks on parts of the model would be compiled."""
+        models = models_in(self.context.model)
+        return any(hasattr(each, "_orig_mod") or is_compiled_in_place(each) for each in models)
+
+    def _watch_compiled_calls(self) -> None:
+        """See the calls of models that were compiled in place, outside of what is compiled."""
+
+        def watch(model: torch.nn.Module) -> None:
+            def call_with_hooks(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                return self._call_compiled(model, call, args, kwargs)
+
+            self._compiled.wrap(model, "_compiled_call_impl", call_with_hooks)
+
+        for model in (*models_in(self.context.model), *self.called.parts):
+            if is_compiled_in_place(model):
+                watch(model)
+
+    def _call_compiled(
+        self, model: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call such a model, and do what hooks on it do for others."""
+        if active_dynamo() is not None:
+            return call(*args, **kwargs)
+        if self.has_boundary_work and not self.has_new_gradients and not self._stepped:
+            self._session.reach_boundary()
+        if self._data is not None:
+            self._data.before_call(model, args, kwargs)
+        self.model.before_call(model, args)
+        outputs = None
+        try:
+            outputs = call(*args, **kwargs)
+            return outputs
+        finally:
+            self.model.after_call(model, args, outputs)
+
+    # -- optimizers that attach was not given -----------------------------------------------------
+
+    @property
+    def awaits_optimizer(self) -> bool:
+        """Whether no optimizer has stepped parameters of the model."""
+        return isinstance(self.optimizers[0], AwaitedOptimizer)
+
+    def _look_at_optimizer(self, optimizer: Any) -> None:
+        """Watch an optimizer from now on, if it has parameters of the model."""
+        model = self.context.model
+        if id(optimizer) in self._index or not holds_any(optimizer, {*map(id, model.parameters())}):
+            return
+        if self.awaits_optimizer:
+            self._awaited = self._versions.get(0, ()), 0 in self._ready
+            self.optimizers[0] = optimizer
+        else:
+            self.optimizers.append(optimizer)
+        i = len(self.optimizers) - 1
+        self._index[id(optimizer)] = i
+        self.context.connect(model, self.optimizers)
+        if self._awaited is not None:
+            self._take_gradients(i, *self._awaited)
+        self.rule.may_grow = not hold_all(self.optimizers, model)
+        self.checks.check_hooks()
+        self._steps.watch(optimizer)
+        log.info("Optimizer %d is %s, which steps now.", i, type(optimizer).__name__)
+
+    def _take_gradients(self, i: int, awaited: Versions, were_ready: bool) -> None:
+        """Note what was known about gradients before it was known which optimizer has them."""
+        versions = dict(awaited)
+        if self.dispatchers.on_gradients_ready is not None:
+            gradients = gradients_of(self.optimizers[i])
+            self._versions[i] = tuple((id(g), versions.get(id(g), -1)) for g in gradients)
+        if were_ready and i > 0:
+            self._ready.add(i)
+            self.context.norms[i] = torch.zeros(())  # the first has the norm of all
 
     # -- where the loop stands --------------------------------------------------------------------
 
@@ -240,12 +338,24 @@ class StepWatch:
             return None
         if self.times.timed:
             self.times.lap("forward")
+        scaler = self.scaler
+        if self._scaled_by is not None and self._scaled() is loss:
+            scaler = self._scaled_by
         seen: BackwardLoss | None = None
         if self.losses.wanted:
-            seen = self.losses.read(loss) if given is None else BackwardLoss(given, given=True)
+            seen = BackwardLoss(given, given=True)
+            if given is None:
+                seen = self.losses.read(loss, scaler)
         versions = list(map(gradient_versions, self.optimizers))
-        self._backward = _Before(versions, seen, given is not None)
+        if self._steps.searches and self._dropped_gradients(versions):
+            what = "Gradients were dropped, and no optimizer has stepped"
+            self.checks.warn_of_no_optimizer(what)
+        self._backward = _Before(versions, seen, given is not None, scaler)
         return self._backward
+
+    def _dropped_gradients(self, versions: list[Versions]) -> bool:
+        """Return whether the loop had gradients that no optimizer has used."""
+        return self.awaits_optimizer and bool(self.backwards_seen) and not any(versions)
 
     def after_backward(self, before: _Before | None) -> None:
         """Note the loss and fire on_after_backward, if gradients have changed."""
@@ -276,16 +386,24 @@ class StepWatch:
         self._backward = None
         self.backwards_seen += 1
         self._calls_at_backward = self.model.calls_seen
+        if before.scaler is not None and before.scaler is not self.scaler:
+            self._use_scaler(before.scaler)
         if before.loss is not None:
             self.losses.add(before.loss, had_gradients=any(before.versions))
 
     def _forget_changed(self, before: list[Versions]) -> None:
-        for i in self._ready - self._stepped.keys():
-            if _have_changed(before[i], self.optimizers[i]):
-                is_clipped = bool(before[i]) and self._clipped.get(i) == before[i]
-                if is_clipped and not self._closure_evaluated:
-                    self.checks.report("backward after clip")
-                self._new_gradients(i)
+        # An optimizer that steps less often than another has gradients of several steps.
+        takes_part = not self._stepped and self.rule.ends_with is None
+        for i in tuple(self._ready):
+            if not _have_changed(before[i], self.optimizers[i]):
+                continue
+            if i in self._stepped:
+                self._has_more.add(i)
+                continue
+            is_clipped = bool(before[i]) and self._clipped.get(i) == before[i]
+            if is_clipped and takes_part and not self._closure_evaluated:
+                self.checks.report("backward after clip")
+            self._new_gradients(i)
 
     def run_backward(self, loss: torch.Tensor, backward: Callable[[], None]) -> None:
         """Run backward for a loop that gives its loss."""
@@ -317,10 +435,10 @@ class StepWatch:
     def gradients_ready(self, which: torch.optim.Optimizer | None) -> None:
         """Fire on_gradients_ready and run updates: the loop says that gradients are complete."""
         for i, optimizer in enumerate(self.optimizers):
-            if i in self._ready or i in self._stepped or which not in (None, optimizer):
+            if i in self._ready or i in self._stepped or (which or optimizer) is not optimizer:
                 continue
             if self.scaler is not None and self.scaler.is_enabled():
-                self.scaler.unscale_(optimizer)  # calls `_unscale`
+                self.scaler.unscale_(optimizer)  # calls `scaler_unscale`
             else:
                 self._gradients_ready(i)
 
@@ -380,6 +498,8 @@ class StepWatch:
                 self._update_gradients(call)
             return
         given = self._optimizers_of(set(map(id, call.tensors)))
+        for i in self._has_more.intersection(given):
+            self._step_again(i)
         concerned = [i for i in given if self._prepare_clip(i, call.function)]
         if not concerned:
             return
@@ -392,8 +512,6 @@ class StepWatch:
 
     def _prepare_clip(self, i: int, function: str) -> bool:
         """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
-        if i in self._stepped and self.ends_with_batch:
-            self._start_again(i)
         has_stepped = i in self._stepped or self._closure_evaluated
         if has_stepped or (self.backwards_seen and not self.has_new_gradients):
             return False
@@ -414,11 +532,7 @@ class StepWatch:
 
     def _optimizers_of(self, given: set[int]) -> list[int]:
         """Return the numbers of the optimizers that have one of these parameters, given by id."""
-        return [
-            i
-            for i, optimizer in enumerate(self.optimizers)
-            if any(id(p) in given for group in optimizer.param_groups for p in group["params"])
-        ]
+        return [i for i, optimizer in enumerate(self.optimizers) if holds_any(optimizer, given)]
 
     def _update_gradients(self, call: ClipCall) -> None:
         """Run updates before the loop computes a norm, of the updated gradients then."""
@@ -456,15 +570,40 @@ class StepWatch:
 
     # -- the scaler -------------------------------------------------------------------------------
 
-    # A scaler that skips a step does not call the optimizer, and a fused optimizer skips inside its
-    # kernel; PyTorch has no hook for either. Gradients are unscaled before the optimizer is called,
-    # fused or not, so that hooks see those it uses; the result is the same, bit for bit.
+    # Gradients are unscaled before the optimizer is called, fused or not, so that hooks see those
+    # it uses; the result is the same, bit for bit.
 
-    def _unscale(self, unscale: Callable[..., None], optimizer: torch.optim.Optimizer) -> None:
+    def _use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Use a scaler that `attach` was not given, and that steps an attached optimizer."""
+        if self.scaler is not None:
+            self.checks.report("second scaler")
+            return
+        self.scaler = self.loop.state.scaler = self._session.scaler = scaler
+        self._takes_short_path = False
+        log.info("The loop steps through a %s, which is used from now on.", type(scaler).__name__)
+
+    def _find_turn(self, scaler: torch.amp.GradScaler, optimizer: Any) -> int | None:
+        """Return the number of an optimizer that a scaler handles; None if it is not attached."""
+        if self._steps.searches:
+            self._look_at_optimizer(optimizer)
+        i = self._index.get(id(optimizer))
+        if i is not None and scaler is not self.scaler:
+            self._use_scaler(scaler)
+            self.losses.unscale(scaler)
+        return i
+
+    def scaler_scale(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        """Scale as the scaler does; it is noted which loss this was."""
+        scaled = scale(outputs)
+        if isinstance(scaled, torch.Tensor):
+            self._scaled, self._scaled_by = weakref.ref(scaled), scaler
+        return scaled
+
+    def scaler_unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         """Unscale as the scaler does, and fire on_gradients_ready."""
+        i = self._find_turn(scaler, optimizer)
         unscale(optimizer)
         self._unscaled.add(id(optimizer))
-        i = self._index.get(id(optimizer))
         if i is None:
             return
         if i in self._versions:
@@ -473,12 +612,12 @@ class StepWatch:
             self._new_gradients(i)
         self._gradients_ready(i)
 
-    def _scaler_step(
-        self, step: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    def scaler_step(
+        self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Step as the scaler does; fire on_step_skipped if it has not called the optimizer."""
-        i, scaler = self._index.get(id(optimizer)), self.scaler
-        if i is None or scaler is None or not scaler.is_enabled():
+        i = self._find_turn(scaler, optimizer)
+        if i is None:
             return step(optimizer, *args, **kwargs)
         if id(optimizer) not in self._unscaled:
             scaler.unscale_(optimizer)
@@ -497,7 +636,7 @@ class StepWatch:
         if active_dynamo() is not None:  # the loop calls a compiled `step`
             return _uncompiled(self._before_step)(optimizer, args, kwargs)
         has_closure = kwargs or (len(args) > 1 and args[1] is not None)
-        if self.has_boundary_work and not self._stepped:
+        if self.has_boundary_work and not self._stepped and self._begins_step(optimizer):
             self._session.reach_boundary()
         if not self._takes_short_path or has_closure:
             return self._before_any_step(optimizer, args, kwargs)
@@ -511,16 +650,20 @@ class StepWatch:
             self._apply_skip(0)
         return None
 
+    def _begins_step(self, optimizer: Any) -> bool:
+        """Return whether the step of an optimizer belongs to a new step of the loop.
+
+        One that does not end steps may step right after the one that does.
+        """
+        return self.rule.ends_with in (None, self._index.get(id(optimizer)))
+
     def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._session.begin()
         if self._backward is not None:  # gradients are used as soon as they are there
             self._count_backward(self._backward)
         i = self._index[id(optimizer)]
-        if i in self._stepped and self.ends_with_batch:
-            self._start_again(i)
-        elif i in self._stepped:
-            self.checks.report("second step", idx=i)
-            self._end_all_turns()
+        if i in self._stepped:
+            self._step_again(i)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is not None:
             evaluate = self._watch_closure(i, closure)
@@ -533,16 +676,25 @@ class StepWatch:
         self._start_turn(i)
         return None
 
-    def _start_again(self, i: int) -> None:
-        """Let an optimizer have another turn in the step in progress."""
-        del self._stepped[i]
-        self._new_gradients(i)
+    def _step_again(self, i: int) -> None:
+        """Let an optimizer have another turn, in the step in progress or in a new one."""
+        if not self.rule.repeat(i, self._stepped):
+            del self._stepped[i]
+            self._has_more.discard(i)
+            self._new_gradients(i)
+            return
+        # The step has ended before the latest backward, whose loss and gradients are of the next.
+        later, versions = self.losses.take_latest(), dict(self._versions)
+        had_new = self.has_new_gradients
+        self._end_all_turns(is_late=True)
+        self.losses.put_back(later)
+        self._versions, self.has_new_gradients = versions, had_new
 
     def _start_turn(self, i: int) -> None:
-        problems = self.checks.unnamed_scaler() if self.checks.is_first_step else []
+        problems: list[str] = []
         if self.dispatchers.on_gradient_clip is not None and not self._has_clipped:
-            is_last = len(self._stepped) == len(self.optimizers) - 1
-            problems += self.checks.missing_clip() if is_last else []
+            is_last = self.rule.is_complete({*self._stepped, i})
+            problems = self.checks.missing_clip() if is_last else []
         self._gradients_ready(i, problems)
         if self.dispatchers.on_before_optimizer_step is not None:
             self.context.optimizer_idx = i
@@ -580,6 +732,8 @@ class StepWatch:
         return None
 
     def _after_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps.searches and not self.rule.may_grow:
+            self._steps.end_search()
         i = self._index[id(optimizer)]
         self._in_scaler_step = False
         if self._found_inf is not None and self._found_inf.item():
@@ -620,6 +774,18 @@ class StepWatch:
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
 
+    def warn_of_waiting_gradients(self) -> None:
+        """Warn that a checkpoint does not have gradients which wait for a slower optimizer."""
+        ends_with = self.rule.ends_with
+        waiting = (o for i, o in enumerate(self.optimizers) if i != ends_with and gradients_of(o))
+        if ends_with is not None and next(waiting, None) is not None:
+            self.checks.warn_once(
+                "waiting gradients",
+                "A checkpoint has no gradients. This one was saved while those of an optimizer "
+                "that steps less often wait for its step: a resumed run steps it without them. "
+                "Save after steps in which all optimizers have stepped.",
+            )
+
     # -- the end of a step ------------------------------------------------------------------------
 
     def end_open_step(self) -> None:
@@ -630,8 +796,8 @@ class StepWatch:
     def _end_turn(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
         self._closure_evaluated = False
-        self.losses.turns += 1
-        if len(self._stepped) == len(self.optimizers):
+        self.losses.turns.append(i)
+        if self.rule.is_complete(self._stepped):
             self._end_all_turns()
             single = self.scaler is None and len(self.optimizers) == 1
             self._takes_short_path = self._verified and single
@@ -639,14 +805,29 @@ class StepWatch:
             self._starts_silently = fire.on_before_optimizer_step is None and (
                 fire.on_gradients_ready is None and fire.update is None
             )
+        elif self._norm_is_wanted():  # later backwards may change these gradients
+            gradients = gradients_of(self.optimizers[i])
+            self.context.norms.setdefault(i, norm_or_error(partial(global_norm, gradients)))
 
-    def _end_all_turns(self) -> None:
+    def _end_all_turns(self, *, is_late: bool = False) -> None:
         skipped = not any(self._stepped.values())
+        self.context.stepped = tuple(self._stepped)
         self._stepped.clear()
-        self._end_step(skipped=skipped)
+        self._has_more.clear()
+        self._awaited = None
+        self._end_step(skipped=skipped, is_late=is_late)
+        self.context.stepped = ()
         self.checks.is_first_step = False
 
-    def _end_step(self, *, skipped: bool) -> None:
+    def _forget_gradients(self, stepped: tuple[int, ...]) -> None:
+        """Forget about gradients that steps have used; others wait for their optimizer."""
+        for i in stepped or tuple(self._ready):
+            self._ready.discard(i)
+            self._versions.pop(i, None)
+            self._clipped.pop(i, None)
+            self.context.norms.pop(i, None)
+
+    def _end_step(self, *, skipped: bool, is_late: bool = False) -> None:
         context, losses, record = self.context, self.losses, self.loop.record
         latest_loss = context.latest_loss
         context.skipped = skipped
@@ -659,22 +840,20 @@ class StepWatch:
             if self._backward is not None:
                 self._count_backward(self._backward)
             losses.end_step()
-        if context.known("current_batch") is not None:
+        if context.known("current_batch") is not None and not is_late:
             self._phases.end_batch()
         if context.norm_schedule is not None:
             context.prepare_norm()
         if self.dispatchers.on_step_end is not None:
-            if losses.wanted:
-                losses.set_step_loss()
+            if losses.wanted and context.known("current_batch") is not None:
+                losses.set_step_loss()  # that of its last batch may be there
             self.dispatchers.on_step_end(context)
         context.agreed_norm = None
+        named = losses.named
         if losses.wanted:
             losses.forget()
         if self._ready:
-            self._ready.clear()
-            self._versions.clear()
-            self._clipped.clear()
-            context.norms.clear()
+            self._forget_gradients(context.stepped)
         self.has_new_gradients = self._closure_evaluated = False
         self._calls_before_step = self.model.calls_seen
         self._thread = get_ident()
@@ -684,12 +863,28 @@ class StepWatch:
         context.step_in_progress = context.step + 1
         if record.is_wanted:
             loss = context.latest_loss if context.latest_loss is not latest_loss else None
+            if context.optimizer_names:
+                loss = self._record_names(named, loss)
             ranks = self.loop.ranks
             records = ranks.records if ranks.is_distributed else None
             record.end_step(context.step, context.known("epoch"), loss, records)
             self.times.end_batch()
         if self.has_boundary_work:
             self._session.after_step()
+
+    def _record_names(self, losses: list[tuple[str, torch.Tensor]], loss: Any) -> Any:
+        """Record losses and learning rates by optimizer; return the loss of all, if it is one."""
+        context, record = self.context, self.loop.record
+        for name, own in losses:
+            record.add_to_step(name, own)
+        for i in context.stepped or (0,):
+            if (lr := context.read_lr(i)) is not None:
+                record.add_to_step(f"lr/{context.optimizer_names[i]}", lr)
+        return None if losses else loss
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference does whose object is gone."""
 
 
 def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
@@ -698,31 +893,3 @@ def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
     if len(before) != len(gradients):
         return True
     return any(version_of(g) != version for g, version in zip(gradients, before, strict=True))
-
-
-def _for_outer_steps(
-    optimizer: torch.optim.Optimizer, hook: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return the step hook without its calls within a step of the same optimizer.
-
-    An optimizer's `step` may call that of its base class. PyTorch calls its hooks for both, as soon
-    as an optimizer of the base class was made in the same process. For a loop, this is one step.
-    """
-    bases = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
-    if sum("step" in vars(base) for base in bases) < 2:
-        return hook
-
-    def call(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        return None if _is_nested(optimizer) else hook(optimizer, args, kwargs)
-
-    keep_out_of_graphs(call)
-    return call
-
-
-def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether two steps of this optimizer are on the stack.
-
-    A count that a step adds to would be wrong after a step that has raised.
-    """
-    steps = (frame for frame in calling_frames() if frame.f_code is _STEP)
-    return sum(frame.f_locals.get("self") is optimizer for frame in steps) > 1

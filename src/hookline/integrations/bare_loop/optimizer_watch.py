@@ -1,0 +1,168 @@
+"""Steps of optimizers: torch's are watched by their own hooks, of others `step` is replaced.
+
+An optimizer is any object with `param_groups`, `step` and `zero_grad`. One that `attach` was not
+given is found when it steps parameters of the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hookline.errors import ArgumentError, NotProvidedError
+from hookline.integrations.patches import WrappedMethods, calling_frames
+from hookline.loop.model_watch import keep_out_of_graphs
+
+StepCallback = Callable[[Any, Any, Any], Any]
+"""Called with the optimizer, its arguments with itself first, and keywords; see PyTorch's hooks."""
+
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def has_step_hooks(optimizer: Any) -> bool:
+    """Return whether this is an optimizer of torch, with hooks of its own."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def is_like_optimizer(value: Any) -> bool:
+    """Return whether an object that is no optimizer of torch behaves like one."""
+    groups = getattr(value, "param_groups", None)
+    return (
+        not isinstance(value, type)
+        and isinstance(groups, list | tuple)
+        and all(isinstance(group, dict) and "params" in group for group in groups)
+        and all(callable(getattr(value, name, None)) for name in ("step", "zero_grad"))
+    )
+
+
+class AwaitedOptimizer:
+    """Stands for the optimizer until it steps: it has the parameters, and nothing else."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.param_groups: list[dict[str, Any]] = [{"params": trained}]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotProvidedError(
+            f"The optimizer's '{name}' is not known yet: attach was not given the optimizer, and "
+            "waits until one steps the model's parameters. Give it: attach(model, optimizer, …)."
+        )
+
+
+class OptimizerWatch:
+    """Calls back before and after each step of the optimizers that are watched."""
+
+    def __init__(self, before: StepCallback, after: StepCallback) -> None:
+        self._before, self._after = before, after
+        self._handles: list[RemovableHandle] = []
+        self._wrapped = WrappedMethods()
+        self._search: weakref.finalize[..., Any] | None = None
+
+    def watch(self, optimizer: Any) -> None:
+        """Watch the steps of an optimizer."""
+        if has_step_hooks(optimizer):
+            before, after = (_for_outer_steps(optimizer, f) for f in (self._before, self._after))
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
+            return
+
+        def step_with_hooks(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return self._step(optimizer, step, args, kwargs)
+
+        try:
+            self._wrapped.wrap(optimizer, "step", step_with_hooks)
+        except TypeError as error:
+            raise ArgumentError(
+                f"{type(optimizer).__name__} has the methods of an optimizer, but its `step` "
+                "cannot be replaced to see it (it has no `__dict__`). Call hooks in the loop "
+                "instead: `hookline.HookRunner(hooks)`."
+            ) from error
+
+    def _step(self, optimizer: Any, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Step an object that is no optimizer of torch."""
+        args = (optimizer, *args)
+        args, kwargs = self._before(optimizer, args, kwargs) or (args, kwargs)
+        result = step(*args[1:], **kwargs)
+        self._after(optimizer, args, kwargs)
+        return result
+
+    def search(self, look: Callable[[Any], Any]) -> None:
+        """Call a method with every optimizer of torch that steps, until `end_search`."""
+        method = weakref.WeakMethod(look)
+
+        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (call := method()) is not None:
+                call(optimizer)
+
+        keep_out_of_graphs(before_step)
+        handle = register_optimizer_step_pre_hook(before_step)
+        self._search = weakref.finalize(self, handle.remove)
+        self._search.atexit = False
+
+    @property
+    def searches(self) -> bool:
+        """Whether further optimizers are looked for."""
+        return self._search is not None
+
+    def end_search(self) -> None:
+        """Look for no more optimizers; not before one steps, when PyTorch goes over its hooks."""
+        if self._search is not None:
+            self._search()
+            self._search = None
+
+    def detach(self) -> None:
+        """Remove all hooks, and put `step` back."""
+        self.end_search()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._wrapped.restore()
+        self._before = self._after = _do_nothing  # or a cycle would keep their owner
+
+
+def _do_nothing(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Do nothing before or after a step."""
+
+
+def holds_any(optimizer: Any, parameters: set[int]) -> bool:
+    """Return whether an optimizer has one of these parameters, given by id."""
+    return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+
+
+def hold_all(optimizers: Sequence[Any], model: torch.nn.Module) -> bool:
+    """Return whether optimizers have all parameters of a model that are trained."""
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    return all(id(p) in held for p in model.parameters() if p.requires_grad)
+
+
+def _for_outer_steps(optimizer: Any, hook: StepCallback) -> StepCallback:
+    """Return the step hook without its calls within a step of the same optimizer.
+
+    An optimizer's `step` may call that of its base class. PyTorch calls its hooks for both, as soon
+    as an optimizer of the base class was made in the same process. For a loop, this is one step.
+    """
+    bases = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
+    if sum("step" in vars(base) for base in bases) < 2:
+        return hook
+
+    def call(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return None if _is_nested(optimizer) else hook(optimizer, args, kwargs)
+
+    keep_out_of_graphs(call)
+    return call
+
+
+def _is_nested(optimizer: Any) -> bool:
+    """Return whether two steps of this optimizer are on the stack.
+
+    A count that a step adds to would be wrong after a step that has raised.
+    """
+    steps = (frame for frame in calling_frames() if frame.f_code is _STEP)
+    return sum(frame.f_locals.get("self") is optimizer for frame in steps) > 1
