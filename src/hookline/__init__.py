@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from hookline.integrations.attach import attach as attach
     from hookline.integrations.bare_loop import LoadedCheckpoint as LoadedCheckpoint
     from hookline.integrations.bare_loop import Session as Session
+    from hookline.integrations.scripts.attach_next import NextSession as NextSession
+    from hookline.integrations.scripts.attach_next import attach_next as attach_next
     from hookline.probes.capture import probe as probe
     from hookline.probes.taps import tap as tap
     from hookline.report import Report as Report
@@ -169,6 +171,7 @@ _MODULES = {
     "hooks.optimization.time_limit": ("TimeLimit",),
     "integrations.attach": ("attach",),
     "integrations.bare_loop": ("LoadedCheckpoint", "Session"),
+    "integrations.scripts.attach_next": ("NextSession", "attach_next"),
     "probes.capture": ("probe",),
     "probes.taps": ("tap",),
     "report": ("Report", "make_report"),

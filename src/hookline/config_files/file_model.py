@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -51,6 +51,8 @@ from hookline.config_files.config_tree import (
 )
 from hookline.config_files.trust import VARIABLE
 from hookline.errors import nearest
+
+C = TypeVar("C", bound=Config)
 
 _TAGS = ("(one)", "(list)", "(named)")
 """The names of a section's forms, which pydantic puts into the path of an error."""
@@ -316,24 +318,30 @@ _TRUST_IN_FILE = (
 
 def validate(tree: ConfigTree) -> TrainingConfig:
     """Return the configuration as a `TrainingConfig`; raise a `FileError` that names every key."""
+    return validate_as(TrainingConfig, tree)
+
+
+def validate_as(kind: type[C], tree: ConfigTree) -> C:
+    """Return the configuration as this model; raise a `FileError` that names every key."""
     if "trust" in tree.values:
         raise FileError([tree.problem(("trust",), _TRUST_IN_FILE)])
     try:
-        return TrainingConfig.model_validate(tree.values)
+        return kind.model_validate(tree.values)
     except ValidationError as error:
         found = error.errors(include_url=False)
-    raise FileError([_describe(tree, dict(one)) for one in found[:MAX_PROBLEMS]], len(found))
+    problems = [_describe(kind, tree, dict(one)) for one in found[:MAX_PROBLEMS]]
+    raise FileError(problems, len(found))
 
 
-def _describe(tree: ConfigTree, error: dict[str, Any]) -> Problem:
+def _describe(kind: type[Config], tree: ConfigTree, error: dict[str, Any]) -> Problem:
     path: Key = error["loc"]
     key = tuple(part for part in path if part not in _TAGS)
     if error["type"] in UNKNOWN_FIELD_ERRORS:
-        name, known = str(path[-1]), _fields_at(path[:-1])
+        name, known = str(path[-1]), _fields_at(kind, path[:-1])
         hint = f" The keys here are: {', '.join(known)}." if known else ""
         return tree.problem(key, f"Unknown key '{shorten(name, 80)}'.{nearest(name, known)}{hint}")
     if error["type"] == "missing":
-        meaning = _fields_at(path[:-1]).get(str(path[-1]), "")
+        meaning = _fields_at(kind, path[:-1]).get(str(path[-1]), "")
         file, line = tree.place(key[:-1])  # the place of the mapping that lacks the key
         hint = f" Expected {meaning}." if meaning else ""
         return Problem(file, line, format_key(key), f"The key is missing.{hint}")
@@ -366,7 +374,7 @@ def _colon_hint(value: Any) -> str:
     return f". A colon is missing: `{words[0]}: {words[1]}`"
 
 
-def _fields_at(path: Key) -> dict[str, str]:
+def _fields_at(kind: type[Config], path: Key) -> dict[str, str]:
     if path[:2] == ("hooks", "(one)"):
         return describe_fields(HooksByKind, path[2:])
-    return describe_fields(TrainingConfig, path)
+    return describe_fields(kind, path)

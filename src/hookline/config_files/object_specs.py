@@ -94,7 +94,7 @@ def iterate_loaders(
             yield ("data", split, name), name, loader
 
 
-def iterate_hooks(config: TrainingConfig) -> Iterator[tuple[Key, str | None, HookConfig]]:
+def iterate_hooks(config: Any) -> Iterator[tuple[Key, str | None, HookConfig]]:
     """Yield the hooks of the section `hooks`: the key, the kind that it requires, the hook."""
     if isinstance(config.hooks, list):
         for i, hook in enumerate(config.hooks):
@@ -257,15 +257,20 @@ def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> Res
     return _ObjectChecker(config, tree, trust).check()
 
 
+def check_hooks(config: Any, tree: ConfigTree, trust: Trust) -> list[HookItem]:
+    """Import every hook of a configuration that has only `hooks`; return them, checked."""
+    return list(_ObjectChecker(config, tree, trust).check_hooks().values())
+
+
 class _ObjectChecker:
-    def __init__(self, config: TrainingConfig, tree: ConfigTree, trust: Trust) -> None:
+    def __init__(self, config: Any, tree: ConfigTree, trust: Trust) -> None:
         self._config, self._tree, self._trust = config, tree, trust
         self._problems = ProblemList()
         self._resolved = ResolvedObjects()
 
     def check(self) -> ResolvedObjects:
         specs = list(_iterate_specs(self._config, self._tree, self._problems))
-        hook_paths = list(self._hook_paths())
+        hook_paths = [*self._hook_paths(), *self._trainer_hook_paths()]
         for key, path in [*((_path_key(spec), spec.path) for spec in specs), *hook_paths]:
             self._add_problem(key, self._trust.find_problem(path))
         self._problems.raise_any()
@@ -281,6 +286,18 @@ class _ObjectChecker:
         self._check_consistency()
         self._problems.raise_any()
         return self._resolved
+
+    def check_hooks(self) -> dict[Key, HookItem]:
+        paths = list(self._hook_paths())
+        for key, path in paths:
+            self._add_problem(key, self._trust.find_problem(path))
+        self._problems.raise_any()
+        for key, path in paths:
+            self._resolve(key, path)
+        for hook_key, kind, hook in iterate_hooks(self._config):
+            self._check_hook(hook_key, kind, hook)
+        self._problems.raise_any()
+        return self._resolved.hooks
 
     def _add_problem(self, key: Key, text: str | None) -> None:
         if text is not None:
@@ -301,18 +318,21 @@ class _ObjectChecker:
             self._resolved.targets[path] = target
 
     def _hook_paths(self) -> Iterator[tuple[Key, str]]:
-        """Yield the class path of every hook, including those of the section `trainer`."""
-        names: list[tuple[Key, str]] = []
+        """Yield the class path of every hook of the section `hooks`."""
         for key, _, hook in iterate_hooks(self._config):
             given_as = "name" if hook.class_path is None else "class_path"
-            names.append(((*key, given_as), str(getattr(hook, given_as))))
+            yield from self._find_path((*key, given_as), str(getattr(hook, given_as)))
+
+    def _trainer_hook_paths(self) -> Iterator[tuple[Key, str]]:
+        """Yield the class path of every hook of the section `trainer`."""
         for i, name in enumerate(self._config.trainer.hooks.hook_classes):
-            names.append((("trainer", "hooks", "hook_classes", i), name))
-        for key, name in names:
-            try:
-                yield key, find_hook(name).path
-            except HooklineError as error:
-                self._add_problem(key, str(error))
+            yield from self._find_path(("trainer", "hooks", "hook_classes", i), name)
+
+    def _find_path(self, key: Key, name: str) -> Iterator[tuple[Key, str]]:
+        try:
+            yield key, find_hook(name).path
+        except HooklineError as error:
+            self._add_problem(key, str(error))
 
     def _check_hook(self, key: Key, kind: str | None, hook: HookConfig) -> None:
         """Load a hook's class and check its options."""
