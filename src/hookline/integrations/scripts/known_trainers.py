@@ -67,11 +67,13 @@ def guard_start(trainer: Any, session: Any, report: Callable[[str, Exception], N
     handler = getattr(trainer, "callback_handler", trainer)
     callbacks = list(getattr(handler, "callbacks", ()))
     driver = getattr(getattr(vars(trainer).get("run"), "func", None), "__self__", None)
-    for each in (*callbacks, driver):
+    for each in callbacks:
         if getattr(each, "session", None) is session:
-            for name in ("on_train_begin", "on_train_start", "_started"):
-                if hasattr(each, name):
-                    wrapped.wrap(each, name, start)
+            name = "on_train_begin" if hasattr(each, "on_train_begin") else "on_train_start"
+            wrapped.wrap(each, name, start)
+    if getattr(driver, "session", None) is session:
+        # Ignite gives the engine to what has a parameter for it; this handler has none.
+        wrapped.wrap(driver, "_started", lambda method, *engine: start(method))
 
 
 # -- what each kind needs --------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class LoopWatch:
             handle.remove()
         self._handles.clear()
         self._models.clear()
-        self._called_since_step = False
+        self._called_since_step = self._has_collected = False
 
     def _before_call(self, module: torch.nn.Module) -> None:
         if self.is_paused or not _is_plain_call():
@@ -95,16 +95,18 @@ class LoopWatch:
                 self._called_since_step = True  # its parameters are made in this call
                 return
             self._add_model(module)
-            if not self._called_since_step and not self._is_stepping:
-                self._attach_if_known()
+            is_between_steps = not self._called_since_step and not self._is_stepping
             self._called_since_step = True
+            if is_between_steps:
+                self._attach_if_known()
 
     def _add_model(self, module: torch.nn.Module) -> None:
         """Add a model, instead of those that it contains."""
-        inner = set(map(id, module.modules()))
-        known = [each for each in self._known_models() if id(each) not in inner]
+        known = self._known_models()
         if any(module is part for each in known for part in each.modules()):
-            return  # the loop also calls parts of a model
+            return  # it is known, or a part of a model that the loop calls, too
+        inner = set(map(id, module.modules()))
+        known = [each for each in known if id(each) not in inner]
         self._models = [weakref.ref(each) for each in (*known, module)]
 
     def _known_models(self) -> list[torch.nn.Module]:
@@ -129,16 +131,15 @@ class LoopWatch:
 
     def _attach_if_known(self) -> None:
         """Attach between two steps, if it is known what the loop trains."""
+        if not self._has_collected and _overlap(list(self.optimizers)):
+            self._has_collected = True
+            gc.collect()  # some of them may be garbage already
         live = list(self.optimizers)
         used = [each for each in live if self.optimizers[each]]
         models = self._known_models()
         covered = {id(p) for model in models for p in model.parameters()}
         bound = [each for each in live if _trained(each) & covered]
         if not used:
-            if _overlap(live) and not self._has_collected:  # some may be garbage already
-                self._has_collected = True
-                gc.collect()
-                live = list(self.optimizers)
             if not all(_trained(each) <= covered for each in live) or _overlap(live):
                 return
             used = live
