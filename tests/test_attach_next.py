@@ -164,7 +164,7 @@ class Script:
 
     def __enter__(self) -> Script:
         self._hook = sys.excepthook
-        self._undo = watch(lambda: self.hooks)
+        self._undo = watch(lambda _: self.hooks)
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -30,7 +30,7 @@ class NextSession:
         self.session: Session | None = None
         given = {"hooks": hooks, **options}
         self._hooks = ScriptHooks(lambda _: given, strict=True, on_attach=self._attached)
-        self._undo = watch(lambda: self._hooks)
+        self._undo = watch(lambda _: self._hooks)
         for each in gc.get_objects():
             if issubclass(type(each), torch.optim.Optimizer) and hasattr(each, "param_groups"):
                 self._hooks.optimizer_made(each)

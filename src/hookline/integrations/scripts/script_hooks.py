@@ -141,11 +141,14 @@ class ScriptHooks:
     def _end_earlier(self) -> None:
         """End sessions that have not stepped since the newest optimizer was made."""
         for session, step in list(self._sessions.items()):
-            if session.step == step and not session.has_ended:
-                try:
-                    session.detach()
-                except HooklineError as error:
-                    say(f"A hook failed at the end of a training run: {error}")
+            if session.step == step:
+                _end(session)
+
+    def processes_part(self) -> None:
+        """End sessions of several processes, while these can still exchange what they record."""
+        for session in list(self._sessions):
+            if session.loop.ranks.is_distributed:
+                _end(session)
 
     # -- known trainers ---------------------------------------------------------------------------
 
@@ -280,6 +283,13 @@ def say(text: str, *, is_message: bool = False) -> None:
     if is_main_process():
         shown = text if is_message else f"hookline: {text}"
         print(printable_lines(mask_text(shown)), file=sys.stderr, flush=True)
+
+
+def _end(session: Session) -> None:
+    try:
+        session.detach()
+    except HooklineError as error:
+        say(f"A hook failed at the end of a training run: {error}")
 
 
 def _names(objects: list[Any]) -> str:

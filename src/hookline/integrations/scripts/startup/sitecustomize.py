@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    GetListener = Callable[[], Any]
+    GetListener = Callable[[bool], Any]
 
 SETTINGS = "HOOKLINE_RUN"
 """The environment variable with the settings of `hookline run`, as JSON."""
@@ -29,15 +29,17 @@ WATCHED = {
     "lightning.pytorch.trainer.trainer": ("Trainer", "fit"),
     "pytorch_lightning.trainer.trainer": ("Trainer", "fit"),
     "ignite.engine.engine": ("Engine", "run"),
+    "torch.distributed.distributed_c10d": (None, "destroy_process_group"),
 }
-"""By module: the class and the method whose calls a listener is told of."""
+"""By module: the class, if it has one, and the function whose calls a listener is told of."""
 
 
 def watch(get_listener: GetListener) -> Callable[[], None]:
     """Tell a listener of the calls of `WATCHED`; return a function that undoes this.
 
-    `get_listener` is called when something happens. It returns None, or an object with
-    `optimizer_made(optimizer)` and `train(module, original, trainer, args, kwargs)`.
+    `get_listener` is called when something happens, with whether something is about to train. It
+    returns None, or an object with `optimizer_made(optimizer)`, `processes_part()` and
+    `train(module, original, trainer, args, kwargs)`.
     """
     undo: list[Callable[[], None]] = []
     finder = _Finder(lambda module: undo.append(_wrap(module, get_listener)))
@@ -56,29 +58,41 @@ def watch(get_listener: GetListener) -> Callable[[], None]:
 
 
 def _wrap(module: Any, get_listener: GetListener) -> Callable[[], None]:
-    """Wrap the method of a module's class; return a function that puts it back."""
+    """Wrap the function of a module or its class; return a function that puts it back."""
     from functools import wraps  # torch has imported it
 
-    owner, name = getattr(module, WATCHED[module.__name__][0]), WATCHED[module.__name__][1]
-    original = getattr(owner, name)
+    kind, name = WATCHED[module.__name__]
+    owners = [module if kind is None else getattr(module, kind)]
+    original = getattr(owners[0], name)
+    if kind is None:  # it was imported from there, unless that comes later
+        package = sys.modules[module.__name__.rpartition(".")[0]]
+        owners += [package] if getattr(package, name, None) is original else []
 
-    @wraps(original)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if name != "__init__":
-            listener = get_listener()
-            if listener is None:
-                return original(self, *args, **kwargs)
-            return listener.train(module.__name__, original, self, args, kwargs)
+    def told_of_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if (listener := get_listener()) is not None:
+        if (listener := get_listener(True)) is not None:
             listener.optimizer_made(self)
-        return None
+
+    def told_of_end(*args: Any, **kwargs: Any) -> Any:
+        if (listener := get_listener(False)) is not None and not args and not kwargs:
+            listener.processes_part()
+        return original(*args, **kwargs)
+
+    def told_of_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (listener := get_listener(True)) is None:
+            return original(self, *args, **kwargs)
+        return listener.train(module.__name__, original, self, args, kwargs)
+
+    others: Any = told_of_end if kind is None else told_of_training
+    told = wraps(original)(told_of_optimizer if name == "__init__" else others)
 
     def put_back() -> None:
-        if getattr(owner, name) is told:
-            setattr(owner, name, original)
+        for owner in owners:
+            if getattr(owner, name) is told:
+                setattr(owner, name, original)
 
-    setattr(owner, name, told)
+    for owner in owners:
+        setattr(owner, name, told)
     return put_back
 
 
@@ -125,9 +139,9 @@ class _Child:
         self.was_needed = False
         self._listener: Any = None
 
-    def get(self) -> Any:
-        """Return the listener; None if this interpreter does not have Hookline."""
-        if not self.was_needed:
+    def get(self, is_needed: bool) -> Any:
+        """Return the listener; None if it was not needed, or this interpreter has no Hookline."""
+        if is_needed and not self.was_needed:
             self.was_needed = True
             try:
                 from hookline.integrations.scripts.script_hooks import listen_to_script
@@ -180,11 +194,10 @@ def _start() -> None:
 
 def _run_other() -> None:
     """Run the `sitecustomize` that Python would have run without this one."""
-    from importlib.machinery import PathFinder
-
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
     places = [each for each in sys.path if os.path.abspath(each) != here]  # noqa: PTH100
-    spec = PathFinder.find_spec("sitecustomize", places)
+    finders = [each for each in sys.meta_path if getattr(each, "__name__", "") == "PathFinder"]
+    spec = finders[0].find_spec("sitecustomize", places) if finders else None
     if spec is None or spec.loader is None:
         return
     module = type(sys)("sitecustomize")
