@@ -205,6 +205,7 @@ class ScriptHooks:
 
     def _try(self, what: str, begin: Callable[[bool], Session]) -> Session | None:
         """Return the session; None, after a message, if there cannot be one."""
+        session: Session | None
         try:
             session = begin(False)
         except HooklineError as error:

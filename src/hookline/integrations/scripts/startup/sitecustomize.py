@@ -165,7 +165,8 @@ class _Child:
 
     def report_nothing(self, start: float) -> None:
         """Say at the exit that nothing has trained: no optimizer was made, and no run written."""
-        if self.was_needed or os.environ.get(PROCESS) != str(os.getpid()):
+        has_failed = hasattr(sys, "last_value")  # which says enough
+        if self.was_needed or has_failed or os.environ.get(PROCESS) != str(os.getpid()):
             return
         from json import loads
 
@@ -175,8 +176,9 @@ class _Child:
             return
         print(
             f"hookline: This process has made no optimizer, and no run was written to {runs}: no "
-            "hooks were called. If another process trains, it has to inherit PYTHONPATH and "
-            f"{SETTINGS} (python -I and -E ignore them), and its interpreter has to have Hookline.",
+            "hooks were called. A loop that changes its parameters without an optimizer cannot have "
+            f"hooks. If another process trains, it has to inherit PYTHONPATH and {SETTINGS} "
+            "(python -I and -E ignore them), and its interpreter has to have Hookline.",
             file=sys.stderr,
             flush=True,
         )
