@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import hookline
-from hookline.errors import ArgumentError, NotSuppliedError, StopTraining
+from hookline.errors import ArgumentError, LoopError, NotSuppliedError, StopTraining
+from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.scripts.loop_watch import PATIENCE
 from hookline.integrations.scripts.script_hooks import ScriptHooks
 from hookline.integrations.scripts.startup.sitecustomize import watch
@@ -412,60 +413,27 @@ class Epochs(Losses):
         self.epochs.append(epoch)
 
 
-@pytest.mark.parametrize("is_overridden", [False, True])
-def test_a_hugging_face_trainer(tmp_path: Path, is_overridden: bool) -> None:
+def run_hugging_face(folder: Path, **options: Any) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
     class Own(Trainer):
         def train(self, *args: Any, **kwargs: Any) -> Any:
             return super().train(*args, **kwargs)
 
-    def make() -> Trainer:
-        arguments = TrainingArguments(
-            str(tmp_path),
-            num_train_epochs=2,
-            per_device_train_batch_size=4,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        kind = Own if is_overridden else Trainer
-        return kind(model=ReturnsLoss(), args=arguments, train_dataset=Rows())
-
-    plain = make()
-    plain.train()
-    with Script(Epochs) as script:
-        for _ in range(2):
-            trainer = make()
-            assert trainer.train().global_step == 4
-    assert [session.step for session in script.sessions] == [4, 4]
-    hook = script.sessions[0].hooks.get_hook("epochs")
-    assert hook.epochs == [0, 1]
-    assert len(hook.losses) == 4
-    assert all(map(torch.equal, trainer.model.parameters(), plain.model.parameters()))
+    kind = Own if options.pop("is_overridden", False) else Trainer
+    settings: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 4}
+    settings |= {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(str(folder), **settings, **options)
+    trainer = kind(model=ReturnsLoss(), args=arguments, train_dataset=Rows())
+    assert trainer.train().global_step == 4
+    return trainer.model
 
 
-def test_a_hugging_face_trainer_that_cannot_be_attached_trains(tmp_path: Path, capsys: Any) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(
-        str(tmp_path),
-        max_steps=2,
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        auto_find_batch_size=True,
-    )
-    with Script(Epochs) as script:
-        trainer = Trainer(model=ReturnsLoss(), args=arguments, train_dataset=Rows())
-        assert trainer.train().global_step == 2
-    assert script.sessions == []
-    assert "auto_find_batch_size" in capsys.readouterr().err
+def run_overridden(folder: Path) -> nn.Module:
+    return run_hugging_face(folder, is_overridden=True)
 
 
-def test_a_lightning_trainer(tmp_path: Path) -> None:
+def run_lightning(folder: Path) -> nn.Module:
     import lightning.pytorch as lightning
     from torch.utils.data import DataLoader
 
@@ -480,55 +448,78 @@ def test_a_lightning_trainer(tmp_path: Path) -> None:
         def configure_optimizers(self) -> Any:
             return sgd(self)
 
-    def make() -> Any:
-        return lightning.Trainer(
-            max_epochs=2,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-
-    plain, model = Module(), Module()
-    make().fit(plain, DataLoader(Rows(), 4))
-    with Script(Epochs) as script:
-        make().fit(model, DataLoader(Rows(), 4))
-    [session] = script.sessions
-    assert session.step == 4
-    assert session.hooks.get_hook("epochs").epochs == [0, 1]
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", default_root_dir=folder, **quiet)
+    model = Module()
+    trainer.fit(model, DataLoader(Rows(), 4))
+    assert trainer.global_step == 4
+    return model
 
 
-def test_an_ignite_engine() -> None:
+def run_ignite(folder: Path) -> nn.Module:
     from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.metrics import Loss
 
-    def run() -> nn.Module:
-        model = net()
-        trainer = create_supervised_trainer(model, sgd(model), F.mse_loss)
-        evaluator = create_supervised_evaluator(model, {"loss": Loss(F.mse_loss)})
-        pairs = [(x, x.sum(1, keepdim=True)) for x in data(3)]
-        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(pairs))
-        trainer.run(pairs, max_epochs=2)
-        return model
+    model = net()
+    trainer = create_supervised_trainer(model, sgd(model), F.mse_loss)
+    evaluator = create_supervised_evaluator(model, {"loss": Loss(F.mse_loss)})
+    pairs = [(x, x.sum(1, keepdim=True)) for x in data(2)]
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(pairs))
+    assert trainer.run(pairs, max_epochs=2).iteration == 4
+    gc.collect()  # the engines refer to each other
+    return model
 
-    class Validations(Epochs):
+
+LIBRARIES = [run_hugging_face, run_overridden, run_lightning, run_ignite]
+
+
+@pytest.mark.parametrize("run", LIBRARIES)
+def test_trainers_of_libraries_have_epochs_and_the_same_weights(run: Any, tmp_path: Path) -> None:
+    plain = run(tmp_path)
+    with Script(Epochs) as script:
+        models = [run(tmp_path) for _ in range(2)]
+    assert [session.step for session in script.sessions] == [4, 4]
+    hook = script.sessions[0].hooks.get_hook("epochs")
+    assert hook.epochs == [0, 1]
+    assert len(hook.losses) == 4
+    for model in models:
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_the_other_engine_of_an_ignite_script_validates(tmp_path: Path) -> None:
+    class Validations(hookline.Hook):
         def __init__(self) -> None:
-            super().__init__()
             self.values: list[float] = []
 
         def on_validation_end(self, metrics):
             self.values.append(metrics["val/loss"])
 
-    plain = run()
-    gc.collect()
     with Script(Validations) as script:
-        model = run()
-    [session] = script.sessions
-    assert session.step == 6
-    hook = session.hooks.get_hook("validations")
-    assert hook.epochs == [0, 1]
-    assert len(hook.values) == 2
+        run_ignite(tmp_path)
+    assert len(script.sessions[0].hooks.get_hook("validations").values) == 2
+
+
+@pytest.mark.parametrize("run", LIBRARIES)
+def test_trainers_go_on_where_hooks_cannot_be_attached(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def connect(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise LoopError("the model is too strange")
+
+    plain = run(tmp_path)
+    monkeypatch.setattr(LibrarySession, "connect", connect)
+    with Script(Epochs):
+        model = run(tmp_path)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert "goes on without them. the model is too strange" in capsys.readouterr().err
+    with Script(Epochs, strict=True), pytest.raises(LoopError, match="too strange"):
+        run(tmp_path)
+
+
+def test_a_trainer_that_searches_its_batch_size_has_no_hooks(tmp_path: Path, capsys: Any) -> None:
+    with Script(Epochs) as script:
+        run_hugging_face(tmp_path, auto_find_batch_size=True)
+    assert script.sessions == []
+    assert "auto_find_batch_size" in capsys.readouterr().err

@@ -306,41 +306,44 @@ def test_a_module_with_stdin_a_hook_that_stops_and_a_sitecustomize_of_the_user(
     assert [each.step for each in run.checkpoints()] == [4]
 
 
-def test_torchrun_with_two_ranks_and_ddp_writes_one_run(tmp_path: Path) -> None:
-    (tmp_path / "ddp.py").write_text(
+def test_torchrun_with_ddp_and_fsdp2_writes_a_run_of_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(
         """
 import torch, torch.distributed as dist
 from torch.distributed import destroy_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+def train(wrap):
+    torch.manual_seed(0)
+    model = wrap(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(4):
+        loss = model(torch.randn(8, 4)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if dist.get_rank() == 0:
+            print("loss", mean.item() / 2, flush=True)
+
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-torch.manual_seed(dist.get_rank())
-for _ in range(4):
-    loss = model(torch.randn(8, 4)).pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    if dist.get_rank() == 0:
-        print("loss", mean.item() / 2, flush=True)
+train(torch.nn.parallel.DistributedDataParallel)
+mesh = init_device_mesh("cpu", (2,))
+train(lambda model: fully_shard(model, mesh=mesh))
 destroy_process_group()
 """
     )
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run_command(
-        tmp_path,
-        "--hook",
-        "gradient_monitor:log_frequency=1",
-        "--",
-        sys.executable,
-        *launch,
-        "ddp.py",
-    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "ranks.py"]
+    hook = "gradient_monitor:log_frequency=1"
+    done = run_command(tmp_path, "--hook", hook, "--", sys.executable, *launch)
     assert done.returncode == 0, done.stderr
-    [run] = find_runs(tmp_path)
-    assert losses(run) == pytest.approx(printed(done.stdout))
-    assert len(losses(run)) == 4
-    assert run.manifest["status"] == "completed"
+    runs = find_runs(tmp_path)
+    assert [len(losses(run)) for run in runs] == [4, 4]
+    assert [loss for run in runs for loss in losses(run)] == pytest.approx(printed(done.stdout))
+    norms = [values(run, "gradients/total/norm") for run in runs]
+    assert norms[0] == pytest.approx(norms[1])  # of all ranks, also where they are sharded
+    assert [run.manifest["status"] for run in runs] == ["completed", "completed"]
     assert "no optimizer" not in done.stderr

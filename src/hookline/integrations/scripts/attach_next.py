@@ -32,7 +32,8 @@ class NextSession:
         self._hooks = ScriptHooks(lambda _: given, strict=True, on_attach=self._attached)
         self._undo = watch(lambda _: self._hooks)
         for each in gc.get_objects():
-            if issubclass(type(each), torch.optim.Optimizer) and hasattr(each, "param_groups"):
+            # A wrapper, such as Accelerate's, has no parameters of its own.
+            if issubclass(type(each), torch.optim.Optimizer) and "param_groups" in vars(each):
                 self._hooks.optimizer_made(each)
 
     def _attached(self, session: Session) -> None:

@@ -26,7 +26,7 @@ def attach_to(trainer: Any, original: Callable[..., Any], options: Mapping[str, 
             "hyperparameter_search starts training several times, and a session belongs to one. "
             "Search without hooks."
         )
-    if _is_overridden(trainer, original):
+    if hasattr(trainer, "add_callback") and _is_overridden(trainer, original):
         from hookline.integrations.transformers import HooklineCallback
 
         callback = HooklineCallback(**options)
@@ -42,12 +42,11 @@ def find_run(trainer: Any, original: Callable[..., Any]) -> Callable[..., Any] |
 
 
 def _is_overridden(trainer: Any, original: Callable[..., Any]) -> bool:
-    """Return whether a subclass of a Hugging Face trainer has the method, too, and calls this."""
-    name = original.__name__
-    method = getattr(type(trainer), name)
+    """Return whether a subclass has the method, too, and calls this."""
+    method = getattr(type(trainer), original.__name__)
     while method is not None and method is not original:
         method = getattr(method, "__wrapped__", None)
-    return name == "train" and method is None
+    return method is None
 
 
 def guard_start(trainer: Any, session: Any, report: Callable[[str, Exception], None]) -> None:

@@ -176,7 +176,7 @@ class _Child:
             return
         print(
             f"hookline: This process has made no optimizer, and no run was written to {runs}: no "
-            "hooks were called. A loop that changes its parameters without an optimizer cannot have "
+            "hooks were called. A loop that changes parameters without an optimizer cannot have "
             f"hooks. If another process trains, it has to inherit PYTHONPATH and {SETTINGS} "
             "(python -I and -E ignore them), and its interpreter has to have Hookline.",
             file=sys.stderr,
