@@ -85,7 +85,9 @@ class ScriptHooks:
         self._options, self._strict, self._on_attach = options, strict, on_attach
         self._has_default_hooks = has_default_hooks
         self._loops = LoopWatch(self._attach_to_loop)
-        self._sessions: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
+        # Of bare loops, each with the step in which the newest optimizer was made. They are kept
+        # alive: one that was freed with its model could not close its run.
+        self._sessions: dict[Session, int] = {}
         self._trainers: weakref.WeakKeyDictionary[Any, weakref.ref[Session]]
         self._trainers = weakref.WeakKeyDictionary()
         self._runs: list[Path] = []
@@ -142,13 +144,20 @@ class ScriptHooks:
         """End sessions that have not stepped since the newest optimizer was made."""
         for session, step in list(self._sessions.items()):
             if session.step == step:
-                _end(session)
+                self._end(session)
 
     def processes_part(self) -> None:
         """End sessions of several processes, while these can still exchange what they record."""
         for session in list(self._sessions):
             if session.loop.ranks.is_distributed:
-                _end(session)
+                self._end(session)
+
+    def _end(self, session: Session) -> None:
+        del self._sessions[session]
+        try:
+            session.detach()
+        except HooklineError as error:
+            say(f"A hook failed at the end of a training run: {error}")
 
     # -- known trainers ---------------------------------------------------------------------------
 
@@ -274,7 +283,8 @@ class ScriptHooks:
                 say(_LOAD.format(folder=folder, run=str(path)), is_message=True)
 
     def stop(self) -> None:
-        """Attach to nothing any more."""
+        """Attach to nothing any more; sessions are left to those who have them."""
+        self._sessions.clear()
         self._loops.stop()
         self._loops.optimizers.clear()
 
@@ -284,13 +294,6 @@ def say(text: str, *, is_message: bool = False) -> None:
     if is_main_process():
         shown = text if is_message else f"hookline: {text}"
         print(printable_lines(mask_text(shown)), file=sys.stderr, flush=True)
-
-
-def _end(session: Session) -> None:
-    try:
-        session.detach()
-    except HooklineError as error:
-        say(f"A hook failed at the end of a training run: {error}")
 
 
 def _names(objects: list[Any]) -> str:
