@@ -19,6 +19,7 @@ from commands import ENVIRONMENT, call_hookline
 from warm_processes import run_warm
 
 from hookline.integrations.scripts.run_settings import STARTUP, RunSettings
+from hookline.integrations.scripts.startup import sitecustomize
 from hookline.runs import open_run
 
 LOOP = """
@@ -270,6 +271,23 @@ def test_a_process_without_an_optimizer_imports_nothing(tmp_path: Path) -> None:
     added = set(done.stdout.split()) - set(plain.stdout.split())
     assert added <= {"sitecustomize", "__future__", "atexit"}
     assert "This process has made no optimizer, and no run was written" in done.stderr
+
+
+def test_an_interpreter_without_hookline_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    name = "hookline.integrations.scripts.script_hooks"
+    monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
+    for strict in (False, True):
+        settings = RunSettings(strict=strict).variables()
+        monkeypatch.setenv("HOOKLINE_RUN", settings["HOOKLINE_RUN"])
+        child = sitecustomize._Child()
+        if strict:
+            with pytest.raises(RuntimeError, match="cannot import Hookline"):
+                child.get(True)
+        else:
+            assert child.get(False) is child.get(True) is child.get(True) is None
+            assert capsys.readouterr().err.count("cannot import Hookline") == 1
 
 
 def test_a_module_with_stdin_a_hook_that_stops_and_a_sitecustomize_of_the_user(

@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -200,7 +200,7 @@ class ScriptHooks:
         return session
 
     @contextmanager
-    def _loop_watch_paused(self) -> Iterator[None]:
+    def _loop_watch_paused(self) -> Generator[None]:
         """Leave the calls and optimizers of a trainer to its own session."""
         self._loops.stop()
         self._loops.is_paused = True
