@@ -64,6 +64,7 @@ _MODULES = {
     "hooks.optimization.time_limit": ("TimeLimit",),
     "integrations.attach": ("attach",),
     "integrations.bare_loop": ("LoadedCheckpoint", "Session"),
+    "integrations.scripts.attach_next": ("NextSession", "attach_next"),
     "probes.capture": ("probe",),
     "probes.taps": ("tap",),
     "report": ("Report", "make_report"),

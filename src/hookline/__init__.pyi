@@ -74,6 +74,8 @@ from hookline.hooks.optimization.time_limit import TimeLimit as TimeLimit
 from hookline.integrations.attach import attach as attach
 from hookline.integrations.bare_loop import LoadedCheckpoint as LoadedCheckpoint
 from hookline.integrations.bare_loop import Session as Session
+from hookline.integrations.scripts.attach_next import NextSession as NextSession
+from hookline.integrations.scripts.attach_next import attach_next as attach_next
 from hookline.probes.capture import probe as probe
 from hookline.probes.taps import tap as tap
 from hookline.report import Report as Report

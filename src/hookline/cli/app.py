@@ -1,9 +1,9 @@
 """The `hookline` command: its subcommands, error messages and exit codes.
 
 Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C; `train` also exits with
-128 plus a signal's number. An error is one message on stderr; unexpected errors have a traceback
-with `--debug`. Modules that import torch are imported by the commands that need them, so that
-`--help` is fast.
+128 plus a signal's number, and `run` with the script's exit code. An error is one message on
+stderr; unexpected errors have a traceback with `--debug`. Modules that import torch are imported by
+the commands that need them, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hookline.cli.command_base import (
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
 from hookline.cli.report_command import report
+from hookline.cli.run_command import RunCommand, run
 from hookline.cli.runs_command import runs_app
 from hookline.cli.text_output import prepare_streams, print_text
 from hookline.cli.train_command import TrainCommand, check, schema, train
@@ -45,6 +46,7 @@ LARGEST_SEED = 2**63 - 1
 app = new_group("hookline")
 app.command(cls=Command)(init)
 app.command(cls=TrainCommand)(train)
+app.command(cls=RunCommand)(run)
 app.command(cls=Command)(check)
 app.command(cls=Command)(schema)
 app.command(cls=Command)(verify)
@@ -59,7 +61,7 @@ def main() -> None:
     """Run the command line and exit."""
     prepare_streams()
     filter_log_records()
-    arguments = [one for one in sys.argv[1:] if one != "--debug"]  # allowed at any position
+    arguments = _without_debug(sys.argv[1:])
     is_debug = len(arguments) < len(sys.argv) - 1
     try:
         sys.exit(app(arguments, prog_name="hookline", standalone_mode=False))
@@ -76,6 +78,14 @@ def main() -> None:
             _print_traceback(error)
             sys.exit(FAILED)
         _end(_unexpected_error_message(error), FAILED, error)
+
+
+def _without_debug(arguments: list[str]) -> list[str]:
+    """Remove `--debug`, which is allowed at any position but those of a script's own command."""
+    own = len(arguments)
+    if "run" in arguments:
+        own = arguments.index("run")
+    return [one for i, one in enumerate(arguments) if one != "--debug" or i > own]
 
 
 # The base class of typer's errors about bad input. Newer versions of typer include their own click.

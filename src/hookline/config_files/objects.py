@@ -7,7 +7,7 @@ called.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, get_type_hints
@@ -46,6 +46,11 @@ def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> Res
     return _ObjectChecker(config, tree, trust).check()
 
 
+def check_hooks(config: Any, tree: ConfigTree, trust: Trust) -> None:
+    """Import every hook of a file that has only `hooks`, and check its options."""
+    _ObjectChecker(config, tree, trust).check_hooks()
+
+
 # -- sections --------------------------------------------------------------------------------------
 
 
@@ -70,7 +75,7 @@ def iterate_loaders(
             yield ("data", split, name), name, loader
 
 
-def iterate_hooks(config: TrainingConfig) -> Iterator[tuple[Key, str | None, HookConfig]]:
+def iterate_hooks(config: Any) -> Iterator[tuple[Key, str | None, HookConfig]]:
     """Yield the hooks of the section `hooks`: the key, the kind that it requires, the hook."""
     if isinstance(config.hooks, list):
         for i, hook in enumerate(config.hooks):
@@ -98,27 +103,41 @@ class _ObjectSpec:
 
 
 class _ObjectChecker:
-    def __init__(self, config: TrainingConfig, tree: ConfigTree, trust: Trust) -> None:
+    def __init__(self, config: Any, tree: ConfigTree, trust: Trust) -> None:
         self._config, self._tree, self._trust = config, tree, trust
         self._problems = ProblemList()
         self._resolved = ResolvedObjects()
 
     def check(self) -> ResolvedObjects:
         specs = list(self._specs())
-        paths = [*((spec.path_key, spec.path) for spec in specs), *self._hook_paths()]
+        classes = self._config.trainer.hooks.hook_classes
+        names = [(("trainer", "hooks", "hook_classes", i), name) for i, name in enumerate(classes)]
+        hook_paths = [*self._paths(self._hook_names()), *self._paths(names)]
+        self._import_trusted([*((spec.path_key, spec.path) for spec in specs), *hook_paths])
+        for spec in specs:
+            if spec.path in self._resolved.targets and not spec.is_reference:
+                self._check_arguments(spec, self._resolved.targets[spec.path])
+        self._check_options()
+        self._check_consistency()
+        self._problems.raise_any()
+        return self._resolved
+
+    def check_hooks(self) -> None:
+        self._import_trusted(list(self._paths(self._hook_names())))
+        self._check_options()
+        self._problems.raise_any()
+
+    def _import_trusted(self, paths: list[tuple[Key, str]]) -> None:
+        """Import classes and functions, if all of them are trusted."""
         for key, path in paths:
             self._add_problem(key, self._trust.find_problem(path))
         self._problems.raise_any()
         for key, path in paths:
             self._resolve(key, path)
-        for spec in specs:
-            if spec.path in self._resolved.targets and not spec.is_reference:
-                self._check_arguments(spec, self._resolved.targets[spec.path])
+
+    def _check_options(self) -> None:
         for hook_key, kind, hook in iterate_hooks(self._config):
             self._check_hook(hook_key, kind, hook)
-        self._check_consistency()
-        self._problems.raise_any()
-        return self._resolved
 
     def _add_problem(self, key: Key, text: str | None) -> None:
         if text is not None:
@@ -167,14 +186,14 @@ class _ObjectChecker:
             for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
                 yield from self._specs_within(inner, (*key, name))
 
-    def _hook_paths(self) -> Iterator[tuple[Key, str]]:
-        """Yield the class path of every hook, including those of the section `trainer`."""
-        names: list[tuple[Key, str]] = []
+    def _hook_names(self) -> Iterator[tuple[Key, str]]:
+        """Yield the name or class path of every hook of the section `hooks`."""
         for key, _, hook in iterate_hooks(self._config):
             given_as = "name" if hook.class_path is None else "class_path"
-            names.append(((*key, given_as), str(getattr(hook, given_as))))
-        for i, name in enumerate(self._config.trainer.hooks.hook_classes):
-            names.append((("trainer", "hooks", "hook_classes", i), name))
+            yield (*key, given_as), str(getattr(hook, given_as))
+
+    def _paths(self, names: Iterable[tuple[Key, str]]) -> Iterator[tuple[Key, str]]:
+        """Yield the class paths of hooks."""
         for key, name in names:
             try:
                 yield key, find_hook(name).path

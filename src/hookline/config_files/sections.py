@@ -331,9 +331,14 @@ _TRUST_IN_FILE = (
 
 def validate(tree: ConfigTree) -> TrainingConfig:
     """Return the configuration as a `TrainingConfig`; raise a `FileError` that names every key."""
+    return validate_file(TrainingConfig, tree)
+
+
+def validate_file(model: type[_Model], tree: ConfigTree) -> _Model:
+    """Return a file as this model; raise a `FileError` that names every wrong key."""
     if "trust" in tree.values:
         raise FileError([tree.problem(("trust",), _TRUST_IN_FILE)])
-    return validate_as(TrainingConfig, tree.values, tree)
+    return validate_as(model, tree.values, tree)
 
 
 def validate_as(model: type[_Model], values: Any, tree: ConfigTree, key: Key = ()) -> _Model:

@@ -173,8 +173,7 @@ class LibrarySession(Session):
         self.is_connected = True
         self._watch.rule.ends_with_batch = ends_with_batch
         if self._allow_missing:
-            self._watch.checks.allow_missing = True
-            self.hooks.raise_on_missing_args = False
+            self.allow_missing()
 
     def replace_equal(self, others: Iterable[LibrarySession]) -> None:
         """End the sessions of the same trainer that were attached by an equal call of `attach`."""

@@ -221,7 +221,8 @@ class LoopChecks:
 
     Attributes:
         is_first_step: whether no step has ended since the session was attached.
-        allow_missing: whether hooks do without what the loop does not provide.
+        allow_missing: whether hooks do without what the loop does not provide, and see what it does
+            as well as can be.
         session: ends if the loop is refused in the first step.
     """
 
@@ -249,7 +250,7 @@ class LoopChecks:
     def report(self, key: str, **fields: Any) -> None:
         """Raise one of `_PROBLEMS` in the first step; later, warn."""
         message = _PROBLEMS[key].format(**fields)
-        if self.is_first_step:
+        if self.is_first_step and not self.allow_missing:
             self._refuse(LoopError(message))
         self.warn_once(key, message)
 

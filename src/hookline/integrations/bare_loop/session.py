@@ -323,6 +323,11 @@ class Session:
             self.has_failed_to_start = True
             self.__exit__(type(error), error, None)
 
+    def allow_missing(self) -> None:
+        """Warn instead of refusing the loop: hooks are not called for what they do not get."""
+        self._watch.checks.allow_missing = True
+        self.hooks.raise_on_missing_args = False
+
     def abandon(self, error: BaseException | None) -> None:
         """Undo `attach`, which has failed or was not followed by training, without any event."""
         with HeldInterrupts():

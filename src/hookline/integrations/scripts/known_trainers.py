@@ -1,0 +1,158 @@
+"""Trainers that a script may use: what their integrations need, when they start to train."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from hookline.errors import HooklineError, LoopError
+from hookline.integrations.attach import attach
+from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.patches import WrappedMethods
+from hookline.integrations.scripts.loop_watch import find_parts
+
+Parts = Mapping[str, Any]
+Optimizers = list[torch.optim.Optimizer]
+
+
+def attach_to(trainer: Any, original: Callable[..., Any], options: Mapping[str, Any]) -> Session:
+    """Attach to a trainer whose method that trains was called; return the session."""
+    if getattr(trainer, "hp_search_backend", None) is not None:
+        raise LoopError(
+            "hyperparameter_search starts training several times, and a session belongs to one. "
+            "Search without hooks."
+        )
+    if hasattr(trainer, "add_callback") and _is_overridden(trainer, original):
+        from hookline.integrations.transformers import HooklineCallback
+
+        callback = HooklineCallback(**options)
+        trainer.add_callback(callback)
+        return callback.session
+    return attach(trainer, **options)
+
+
+def find_run(trainer: Any, original: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the method that a session has wrapped on this trainer; None if it has not."""
+    own = vars(trainer).get(original.__name__)
+    return None if own is None or _is_overridden(trainer, original) else own
+
+
+def _is_overridden(trainer: Any, original: Callable[..., Any]) -> bool:
+    """Return whether a subclass has the method, too, and calls this."""
+    method = getattr(type(trainer), original.__name__)
+    while method is not None and method is not original:
+        method = getattr(method, "__wrapped__", None)
+    return method is None
+
+
+def guard_start(trainer: Any, session: Any, report: Callable[[str, Exception], None]) -> None:
+    """Keep errors of the start of training, when the trainer calls the session, from the script."""
+    what = f"a {type(trainer).__name__}"
+    wrapped = WrappedMethods()
+
+    def start(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except HooklineError as error:
+            if not session.has_ended:
+                session.abandon(error)
+            report(what, error)
+            return None
+
+    handler = getattr(trainer, "callback_handler", trainer)
+    callbacks = list(getattr(handler, "callbacks", ()))
+    driver = getattr(getattr(vars(trainer).get("run"), "func", None), "__self__", None)
+    for each in callbacks:
+        if getattr(each, "session", None) is session:
+            name = "on_train_begin" if hasattr(each, "on_train_begin") else "on_train_start"
+            wrapped.wrap(each, name, start)
+    if getattr(driver, "session", None) is session:
+        # Ignite gives the engine to what has a parameter for it; this handler has none.
+        wrapped.wrap(driver, "_started", lambda method, *engine: start(method))
+
+
+# -- what each kind needs --------------------------------------------------------------------------
+
+
+def _prepare_trainer(trainer: Any, optimizers: Optimizers) -> Parts:
+    return {}  # it knows its model and optimizers
+
+
+def _prepare_engine(engine: Any, optimizers: Optimizers) -> Parts | None:
+    """Return the parts of an Ignite engine that its process function refers to."""
+    referred = list(_referred(_process_function(engine), 3))
+    found = [each for each in optimizers if any(each is other for other in referred)]
+    models = _trained_models(referred, found)
+    if not models:
+        return None
+    evaluators = _find_evaluators(engine, models)
+    return {
+        "model": models[0] if len(models) == 1 else models,
+        "optimizer": found,
+        "evaluator": evaluators[0] if len(evaluators) == 1 else None,
+        **find_parts(found),
+    }
+
+
+def _trained_models(referred: list[Any], optimizers: Optimizers) -> list[torch.nn.Module]:
+    """Return the outermost of these modules that have parameters of the optimizers."""
+    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    models: dict[int, torch.nn.Module] = {
+        id(each): each
+        for each in referred
+        if isinstance(each, torch.nn.Module) and any(id(p) in trained for p in each.parameters())
+    }
+    inner = {id(part) for each in models.values() for part in list(each.modules())[1:]}
+    return [each for each in models.values() if id(each) not in inner]
+
+
+def _find_evaluators(engine: Any, models: list[torch.nn.Module]) -> list[Any]:
+    """Return the other engines that call these models."""
+    kind = next(each for each in type(engine).__mro__ if each.__module__ == "ignite.engine.engine")
+    others = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    own = set(map(id, models))
+    return [
+        each
+        for each in others
+        if each is not engine
+        and any(id(one) in own for one in _referred(_process_function(each), 3))
+    ]
+
+
+def _process_function(engine: Any) -> Any:
+    return vars(engine)["_process_function"]
+
+
+def _referred(function: Any, depth: int) -> Iterator[Any]:
+    """Yield what a function refers to: its closure, its globals, and its object's attributes."""
+    if depth == 0 or not callable(function):
+        return
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # empty
+            continue
+        yield value
+        if not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+            yield from _referred(value, depth - 1)
+    code, known = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    yield from (known[name] for name in (code.co_names if code else ()) if name in known)
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, torch.nn.Module) and hasattr(owner, "__dict__"):
+        yield from vars(owner).values()
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from _referred(function.func, depth - 1)
+
+
+PREPARE: Mapping[str, Callable[[Any, Optimizers], Parts | None]] = {
+    "transformers.trainer": _prepare_trainer,
+    "lightning.pytorch.trainer.trainer": _prepare_trainer,
+    "pytorch_lightning.trainer.trainer": _prepare_trainer,
+    "ignite.engine.engine": _prepare_engine,
+}
+"""By module of the trainer: returns the options that `attach` needs, None if it does not train."""

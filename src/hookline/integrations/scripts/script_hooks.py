@@ -1,0 +1,323 @@
+"""ScriptHooks: attaches hooks to whatever a process trains, and never breaks what it does."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hookline.errors import HooklineError, StopTraining, listed
+from hookline.integrations.attach import attach
+from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.patches import calling_frames
+from hookline.integrations.scripts import known_trainers
+from hookline.integrations.scripts.loop_watch import LoopWatch, find_parts
+from hookline.integrations.scripts.run_settings import (
+    ALWAYS_POSSIBLE,
+    DEFAULT_HOOKS,
+    RunSettings,
+)
+from hookline.loop.processes import is_main_process
+from hookline.masking import mask_text
+from hookline.printable import printable_lines
+
+STOPPED = 75
+"""The exit code of a script that a hook has stopped: EX_TEMPFAIL of sysexits.h."""
+
+Options = Callable[[bool], Mapping[str, Any]]
+
+_LOAD = """hookline: checkpoints are in {folder}. The script cannot load them by itself:
+    import hookline
+    checkpoint = hookline.open_run({run!r}).checkpoints()[-1]
+    checkpoint.load_into(model)"""
+
+
+def listen_to_script() -> ScriptHooks:
+    """Return what attaches the hooks of `hookline run` to this process."""
+    settings = RunSettings.from_environment()
+
+    def options(only_possible: bool) -> Mapping[str, Any]:
+        hooks = settings.make_hooks(only_possible=only_possible)
+        return {"hooks": hooks, **settings.attach_options()}
+
+    hooks = ScriptHooks(
+        options,
+        strict=settings.strict,
+        has_default_hooks=not settings.hooks,
+        loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
+    )
+    hooks.report_at_exit()
+    return hooks
+
+
+class ScriptHooks:
+    """Attaches hooks to the training runs of this process as they begin.
+
+    A training run that cannot be attached goes on as without this, and one message says why.
+
+    Args:
+        options: returns the options of `attach`, with new hooks; called with whether default hooks
+            that not every loop allows are left out.
+        strict: raise an error where hooks cannot be attached, before the first step.
+        has_default_hooks: whether nobody has asked for these hooks.
+        loop_options: further options of `attach`, for bare loops.
+        on_attach: called with each session.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        strict: bool = False,
+        has_default_hooks: bool = False,
+        loop_options: Mapping[str, Any] | None = None,
+        on_attach: Callable[[Session], None] | None = None,
+    ) -> None:
+        self._loop_options = loop_options or {}
+        self._options, self._strict, self._on_attach = options, strict, on_attach
+        self._has_default_hooks = has_default_hooks
+        self._loops = LoopWatch(self._attach_to_loop)
+        # Of bare loops, each with the step in which the newest optimizer was made. They are kept
+        # alive: one that was freed with its model could not close its run.
+        self._sessions: dict[Session, int] = {}
+        self._trainers: weakref.WeakKeyDictionary[Any, weakref.ref[Session]]
+        self._trainers = weakref.WeakKeyDictionary()
+        self._runs: list[Path] = []
+        self._was_attached = self._has_failed = False
+        self._process = os.getpid()
+
+    # -- loops ------------------------------------------------------------------------------------
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notice an optimizer: the models that it trains are found when they are called."""
+        for session in self._sessions:
+            self._sessions[session] = session.step
+        self._loops.add(optimizer)
+
+    def _attach_to_loop(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        missed: int,
+    ) -> None:
+        if _is_in_trainer():
+            return
+        self._end_earlier()
+        what = f"{_names(models)} with {_names(optimizers)}"
+        session = self._try(what, partial(self._begin_loop, models, optimizers))
+        if session is not None and missed:
+            say(
+                f"Hooks are called from step {missed + 1} of {what} on: before that it was not "
+                "known which models its optimizers train."
+            )
+
+    def _begin_loop(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        only_possible: bool,
+    ) -> Session:
+        session = attach(
+            models[0] if len(models) == 1 else models,
+            optimizers,
+            **find_parts(optimizers),
+            **self._loop_options,
+            **self._options(only_possible),
+        )
+        if not self._strict:
+            session.allow_missing()
+        session.begin()
+        self._sessions[session] = session.step
+        if self._loop_options:
+            _exit_when_stopped()
+        return session
+
+    def _end_earlier(self) -> None:
+        """End sessions that have not stepped since the newest optimizer was made."""
+        for session, step in list(self._sessions.items()):
+            if session.step == step:
+                self._end(session)
+
+    def processes_part(self) -> None:
+        """End sessions of several processes, while these can still exchange what they record."""
+        for session in list(self._sessions):
+            if session.loop.ranks.is_distributed:
+                self._end(session)
+
+    def _end(self, session: Session) -> None:
+        del self._sessions[session]
+        try:
+            session.detach()
+        except HooklineError as error:
+            say(f"A hook failed at the end of a training run: {error}")
+
+    # -- known trainers ---------------------------------------------------------------------------
+
+    def train(
+        self, module: str, original: Callable[..., Any], trainer: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Do what the method of a known trainer does that trains, with hooks."""
+        reference = self._trainers.get(trainer)
+        live = None if reference is None else reference()
+        if (live is not None and not live.has_ended) or self._loops.is_paused:
+            return original(trainer, *args, **kwargs)
+        prepare = known_trainers.PREPARE[module]
+        parts = prepare(trainer, list(self._loops.optimizers))
+        if parts is None:  # an engine that does not train, or whose loop is seen as a bare one
+            return original(trainer, *args, **kwargs)
+        what = f"a {type(trainer).__name__} of {module.partition('.')[0]}"
+        with self._loop_watch_paused():
+            self._end_earlier()
+            begin = partial(self._begin_trainer, trainer, original, parts)
+            session = self._try(what, begin)
+            run = known_trainers.find_run(trainer, original) if session is not None else None
+            try:
+                return (run or partial(original, trainer))(*args, **kwargs)
+            finally:
+                if session is not None:
+                    self._note_run(session)
+
+    def _begin_trainer(
+        self,
+        trainer: Any,
+        original: Callable[..., Any],
+        parts: Mapping[str, Any],
+        only_possible: bool,
+    ) -> Session:
+        options = {**self._options(only_possible), **parts, "allow_missing": not self._strict}
+        session = known_trainers.attach_to(trainer, original, options)
+        self._trainers[trainer] = weakref.ref(session)
+        if not self._strict:
+            known_trainers.guard_start(trainer, session, self._report_failure)
+        return session
+
+    @contextmanager
+    def _loop_watch_paused(self) -> Generator[None]:
+        """Leave the calls and optimizers of a trainer to its own session."""
+        self._loops.stop()
+        self._loops.is_paused = True
+        try:
+            yield
+        finally:
+            self._loops.is_paused = False
+            self._loops.optimizers.clear()
+
+    # -- what cannot be attached ------------------------------------------------------------------
+
+    def _try(self, what: str, begin: Callable[[bool], Session]) -> Session | None:
+        """Return the session; None, after a message, if there cannot be one."""
+        session: Session | None
+        try:
+            session = begin(False)
+        except HooklineError as error:
+            session = self._begin_with_fewer(what, begin, error)
+        except Exception as error:  # of a hook's own code, or a mistake of Hookline
+            session = self._fail(what, error)
+        if session is None:
+            return None
+        self._was_attached = True
+        self._note_run(session)
+        if self._on_attach is not None:
+            self._on_attach(session)
+        return session
+
+    def _begin_with_fewer(
+        self, what: str, begin: Callable[[bool], Session], error: HooklineError
+    ) -> Session | None:
+        """Leave out hooks that nobody has asked for, if there are such."""
+        if not self._has_default_hooks:
+            return self._fail(what, error)
+        try:
+            session = begin(True)
+        except HooklineError:
+            return self._fail(what, error)
+        names = [each["name"] for each in DEFAULT_HOOKS]
+        left_out = [name for name in names if name not in ALWAYS_POSSIBLE]
+        say(f"The default hooks {listed(left_out)} are left out here. {error}")
+        return session
+
+    def _fail(self, what: str, error: Exception) -> Session | None:
+        if self._strict:
+            raise error
+        self._report_failure(what, error)
+        return None
+
+    def _report_failure(self, what: str, error: Exception) -> None:
+        self._has_failed = True
+        reason = (
+            str(error) if isinstance(error, HooklineError) else f"{type(error).__name__}: {error}"
+        )
+        say(f"No hooks are attached to {what}, and the script goes on without them. {reason}")
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _note_run(self, session: Session) -> None:
+        if session.run is not None and session.run.path not in self._runs:
+            self._runs.append(session.run.path)
+
+    def report_at_exit(self) -> None:
+        """Say at the exit why nothing was attached, and how checkpoints are loaded."""
+        atexit.register(self._report)  # before that of a session, which is therefore called first
+
+    def _report(self) -> None:
+        if os.getpid() != self._process:  # a fork
+            return
+        if not self._was_attached and not self._has_failed:
+            say(
+                f"Optimizers were made ({self._loops.describe()}), but no module with their "
+                "parameters was called with gradients enabled, so no hooks were attached. A loop "
+                "that calls `model.forward(…)`, or a function that is compiled as a whole, has to "
+                "attach by itself: `hookline.attach(model, optimizer, hooks=[…])`."
+            )
+        for path in self._runs:
+            folder = path / "checkpoints"
+            if folder.is_dir() and any(each.is_dir() for each in folder.iterdir()):
+                say(_LOAD.format(folder=folder, run=str(path)), is_message=True)
+
+    def stop(self) -> None:
+        """Attach to nothing any more; sessions are left to those who have them."""
+        self._sessions.clear()
+        self._loops.stop()
+        self._loops.optimizers.clear()
+
+
+def say(text: str, *, is_message: bool = False) -> None:
+    """Print a message to stderr, in rank 0."""
+    if is_main_process():
+        shown = text if is_message else f"hookline: {text}"
+        print(printable_lines(mask_text(shown)), file=sys.stderr, flush=True)
+
+
+def _names(objects: list[Any]) -> str:
+    return ", ".join(type(each).__name__ for each in objects)
+
+
+def _is_in_trainer() -> bool:
+    """Return whether Hookline's own trainer calls the model, which has its hooks."""
+    names = (frame.f_globals.get("__name__", "") for frame in calling_frames())
+    return any(name.startswith("hookline.trainer.") for name in names)
+
+
+def _exit_when_stopped() -> None:
+    """Exit with `STOPPED`, and one line, if nobody catches `StopTraining`."""
+    before: Any = sys.excepthook
+    if getattr(before, "exits_when_stopped", False):
+        return
+
+    def exit_or_show(kind: Any, error: BaseException, traceback: Any) -> None:
+        if not isinstance(error, StopTraining):
+            before(kind, error, traceback)
+            return
+        say(f"{error} What the script does after training was skipped.")
+        raise SystemExit(STOPPED)
+
+    exit_or_show.exits_when_stopped = True  # type: ignore[attr-defined]
+    sys.excepthook = exit_or_show

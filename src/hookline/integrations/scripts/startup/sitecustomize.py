@@ -1,0 +1,214 @@
+"""Waits in each Python process of `hookline run` for an optimizer, or a known trainer that starts.
+
+Python runs this file when a process starts, because its folder is on PYTHONPATH. Nothing of
+Hookline, and nothing that costs time, is imported before something is about to train: launchers,
+workers of loaders and other helpers pay nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # importing `typing` would take milliseconds
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    GetListener = Callable[[bool], Any]
+
+SETTINGS = "HOOKLINE_RUN"
+"""The environment variable with the settings of `hookline run`, as JSON."""
+
+PROCESS = "HOOKLINE_RUN_PROCESS"
+"""The environment variable with the id of the process that `hookline run` has become."""
+
+WATCHED = {
+    "torch.optim.optimizer": ("Optimizer", "__init__"),
+    "transformers.trainer": ("Trainer", "train"),
+    "lightning.pytorch.trainer.trainer": ("Trainer", "fit"),
+    "pytorch_lightning.trainer.trainer": ("Trainer", "fit"),
+    "ignite.engine.engine": ("Engine", "run"),
+    "torch.distributed.distributed_c10d": (None, "destroy_process_group"),
+}
+"""By module: the class, if it has one, and the function whose calls a listener is told of."""
+
+
+def watch(get_listener: GetListener) -> Callable[[], None]:
+    """Tell a listener of the calls of `WATCHED`; return a function that undoes this.
+
+    `get_listener` is called when something happens, with whether something is about to train. It
+    returns None, or an object with `optimizer_made(optimizer)`, `processes_part()` and
+    `train(module, original, trainer, args, kwargs)`.
+    """
+    undo: list[Callable[[], None]] = []
+    finder = _Finder(lambda module: undo.append(_wrap(module, get_listener)))
+    sys.meta_path.insert(0, finder)
+    for name in WATCHED:
+        if name in sys.modules:
+            undo.append(_wrap(sys.modules[name], get_listener))
+
+    def stop() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+        for step in undo:
+            step()
+
+    return stop
+
+
+def _wrap(module: Any, get_listener: GetListener) -> Callable[[], None]:
+    """Wrap the function of a module or its class; return a function that puts it back."""
+    from functools import wraps  # torch has imported it
+
+    kind, name = WATCHED[module.__name__]
+    owners = [module if kind is None else getattr(module, kind)]
+    original = getattr(owners[0], name)
+    if kind is None:  # it was imported from there, unless that comes later
+        package = sys.modules[module.__name__.rpartition(".")[0]]
+        owners += [package] if getattr(package, name, None) is original else []
+
+    def told_of_optimizer(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if (listener := get_listener(True)) is not None:
+            listener.optimizer_made(self)
+
+    def told_of_end(*args: Any, **kwargs: Any) -> Any:
+        if (listener := get_listener(False)) is not None and not args and not kwargs:
+            listener.processes_part()
+        return original(*args, **kwargs)
+
+    def told_of_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (listener := get_listener(True)) is None:
+            return original(self, *args, **kwargs)
+        return listener.train(module.__name__, original, self, args, kwargs)
+
+    others: Any = told_of_end if kind is None else told_of_training
+    told = wraps(original)(told_of_optimizer if name == "__init__" else others)
+
+    def put_back() -> None:
+        for owner in owners:
+            if getattr(owner, name) is told:
+                setattr(owner, name, original)
+
+    for owner in owners:
+        setattr(owner, name, told)
+    return put_back
+
+
+class _Finder:
+    """Calls a function with each module of `WATCHED`, right after it was executed."""
+
+    def __init__(self, on_loaded: Callable[[Any], None]) -> None:
+        self._on_loaded = on_loaded
+        self._searched: set[str] = set()  # another finder of this kind may ask this one
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return the module's spec, as the other finders find it."""
+        if name not in WATCHED or name in self._searched:
+            return None
+        self._searched.add(name)
+        try:
+            others = (each for each in sys.meta_path if each is not self)
+            found = (each.find_spec(name, path, target) for each in others)
+            spec = next((each for each in found if each is not None), None)
+        finally:
+            self._searched.discard(name)
+        if spec is not None and spec.loader is not None:
+            self._extend(spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            loader.exec_module = execute
+            execute(module)
+            self._on_loaded(module)
+
+        loader.exec_module = exec_module
+
+
+# -- `hookline run` --------------------------------------------------------------------------------
+
+
+class _Child:
+    """The listener of this process, made when it is needed first."""
+
+    def __init__(self) -> None:
+        self.was_needed = False
+        self._listener: Any = None
+
+    def get(self, is_needed: bool) -> Any:
+        """Return the listener; None if it was not needed, or this interpreter has no Hookline."""
+        if is_needed and not self.was_needed:
+            self.was_needed = True
+            try:
+                from hookline.integrations.scripts.script_hooks import listen_to_script
+            except ImportError as error:
+                self._report_missing(error)
+            else:
+                self._listener = listen_to_script()
+        return self._listener
+
+    def _report_missing(self, error: ImportError) -> None:
+        from json import loads
+
+        message = (
+            f"hookline: The interpreter {sys.executable} cannot import Hookline ({error}), so no "
+            "hooks are attached. Install it there, or run the script with the interpreter that "
+            "has it."
+        )
+        if loads(os.environ[SETTINGS])["strict"]:
+            raise RuntimeError(message) from error
+        print(message, file=sys.stderr, flush=True)
+
+    def report_nothing(self, start: float) -> None:
+        """Say at the exit that nothing has trained: no optimizer was made, and no run written."""
+        has_failed = hasattr(sys, "last_value")  # which says enough
+        if self.was_needed or has_failed or os.environ.get(PROCESS) != str(os.getpid()):
+            return
+        from json import loads
+
+        runs = loads(os.environ[SETTINGS])["runs"]
+        has_runs = os.path.isdir(runs)  # noqa: PTH112
+        if has_runs and any(each.stat().st_mtime >= start for each in os.scandir(runs)):
+            return
+        print(
+            f"hookline: This process has made no optimizer, and no run was written to {runs}: no "
+            "hooks were called. A loop that changes parameters without an optimizer cannot have "
+            f"hooks. If another process trains, it has to inherit PYTHONPATH and {SETTINGS} "
+            "(python -I and -E ignore them), and its interpreter has to have Hookline.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _start() -> None:
+    child = _Child()
+    watch(child.get)
+    if os.environ.get(PROCESS) == str(os.getpid()):
+        import atexit
+        from time import time
+
+        atexit.register(child.report_nothing, time() - 1.0)  # file systems have coarse clocks
+
+
+def _run_other() -> None:
+    """Run the `sitecustomize` that Python would have run without this one."""
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    places = [each for each in sys.path if os.path.abspath(each) != here]  # noqa: PTH100
+    finders = [each for each in sys.meta_path if getattr(each, "__name__", "") == "PathFinder"]
+    spec = finders[0].find_spec("sitecustomize", places) if finders else None
+    if spec is None or spec.loader is None:
+        return
+    module = type(sys)("sitecustomize")
+    module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize":  # else it was imported for what it defines
+    if SETTINGS in os.environ:
+        _start()
+    _run_other()
