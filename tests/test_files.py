@@ -193,11 +193,11 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
         ("a.yaml", "a: \x00", ["Not valid YAML"]),
         ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "Indent with spaces"]),
-        ("a.yaml", "a\n  b: 1", ["a.yaml:2:", "The line above lacks a colon"]),
-        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:3:", "The line above lacks a colon"]),
-        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:4:", "A colon is missing"]),
-        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:4:", "lacks a colon"]),
-        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:3:", "lacks a colon"]),
+        ("a.yaml", "a\n  b: 1", ["a.yaml:1:", "no colon in 'a'; expected `a: …`"]),
+        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:2:", "no colon in 'b 1'; expected `b: …`"]),
+        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:3:", "no colon in 'c 2'"]),
+        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:1:", "no colon in 'seed 0'"]),
+        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:2:", "no colon in '- lr'; expected `- name: lr`"]),
         ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "indented more than"]),
         ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
         ("a.toml", "a = 1\na = 2\n", ["a.toml: ", "Not valid TOML", "line 2"]),
@@ -1371,8 +1371,10 @@ def test_an_invalid_option_of_an_optimizer_is_named_with_its_key_and_line(
 def test_a_colon_that_is_missing_in_a_mapping_of_one_key_is_named(project: Path) -> None:
     said = refused(project, more="model:\n  init_args:\n    width 8\n")
     assert "more.yaml:4: model.init_args: It is 'width 8'. Expected a mapping." in said
+    assert "A colon is missing: `width: 8`." in said
     said = refused(project, more="model:\n  init_args:\n    width:8\n")
     assert "more.yaml:4: model.init_args: It is 'width:8'. Expected a mapping." in said
+    assert "A space is missing after the colon: `width: 8`." in said
 
 
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
@@ -1433,10 +1435,10 @@ def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) ->
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("a:\n  b: 1\n   c: 2\n", 3, "this line is indented more than those above it"),
+        ("a:\n  b: 1\n   c: 2\n", 3, "The line is indented more than those above it"),
         ("a:\n    b: 1\n  c: 2\n", 3, "Keys of one mapping, and items of one list"),
         ("a:\n  - b: 1\n  c: 2\n", 3, "need the same indentation"),
-        ("a:\n  b:1\n  c: 2\n", 3, "lacks a colon or the space after it"),
+        ("a:\n  b:1\n  c: 2\n", 3, "a space is missing after a colon"),
         ("a: 1\n- b: 2\n", 2, "need the same indentation"),
         ("a: b: c\n", 1, "a value that contains ': ' needs quotes."),
         ("a: @b\n", 1, "A value that begins with '*', '@'"),
