@@ -728,10 +728,7 @@ def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
             "data.train={class_path: net.Net.small}",
             "It returned a Net; expected an iterable of batches",
         ),
-        (
-            "optimizer.init_args.lr=-1.0",
-            "optimizer: It could not be created: ValueError: Invalid learning rate: -1.0",
-        ),
+        ("optimizer.init_args.lr=-1.0", "lr: It is -1.0. Expected a learning rate of 0 or more"),
         ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
         ("trainer.loaders.order=weighted", "weights"),
         (
@@ -1352,7 +1349,19 @@ def test_a_monitored_metric_that_does_not_exist_is_named_with_file_and_line(
     ("more", "place", "expected"),
     [
         ("init_args:\n    lr: fast", "4: optimizer.init_args.lr: It is 'fast'", "a valid number"),
-        ("init_args:\n    lr: -1", "2: optimizer: It could not be created", "learning rate: -1"),
+        ("init_args:\n    lr: -1", "4: optimizer.init_args.lr: It is -1", "rate of 0 or more"),
+        ("init_args:\n    lr: .inf", "4: optimizer.init_args.lr: It is inf", "rate of 0 or more"),
+        ("init_args:\n    lr: .nan", "4: optimizer.init_args.lr: It is nan", "rate of 0 or more"),
+        (
+            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: -0.5",
+            "6: optimizer.groups.0.lr: It is -0.5",
+            "rate of 0 or more",
+        ),
+        (
+            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: fast",
+            "6: optimizer.groups.0.lr: It is 'fast'",
+            "rate of 0 or more",
+        ),
         (
             "init_args:\n    lr: 1\n    momentum: -3",
             "2: optimizer: It could not be created",
