@@ -8,7 +8,8 @@ import pytest
 from pydantic import Field, PositiveInt
 
 import hookline
-from hookline.config.hook_names import BUILT_INS, load_class
+from hookline import ConfigError
+from hookline.config.hook_names import BUILT_INS, load_class, load_hook_class
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn, get_options
 
@@ -119,3 +120,29 @@ def test_numbers_from_the_device_are_taken_lazily() -> None:
                 annotations = method.__annotations__
                 for number in {"loss", "grad_norm", "lr"} & annotations.keys():
                     assert "LazyFloat" in annotations[number], f"{path}.{name}: {number}"
+
+
+OTHER_NAMES = {
+    "gradient_monitor": "log_frequency",
+    "debug": "every_n_steps",
+    "ema": "every_n_steps",
+    "model_checkpoint": "every_n_steps",
+    "lr_monitor": "frequency",
+    "console_log": "log_every_n_batches",
+    "json_log": "log_every_n_batches",
+    "checkpoint": "save_every_n_epochs",
+    "activation_stats": "log_interval",
+    "attention_monitor": "log_frequency",
+    "runtime_profile": "log_frequency",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_every_is_an_option_under_two_names_and_a_manifest_has_one(name):
+    hook_class = load_hook_class(name)
+    other = OTHER_NAMES[name]
+    first, second = hook_class(every=7), hook_class(**{other: 7})
+    assert first.hookline_options == second.hookline_options
+    assert first.hookline_options[other] == 7
+    with pytest.raises(ConfigError, match=f"'every' and '{other}' are the same option"):
+        hook_class(**{other: 7}, every=7)

@@ -18,7 +18,7 @@ from torch import nn
 import hookline
 from hookline import Trainer
 from hookline.errors import ConfigError, ObserverError, ProbeError
-from hookline.probes import CapturedState, Counts, NotCapturedError, Store, StoreFullError
+from hookline.probes import CapturedState, Counts, NotCapturedError, Store
 from hookline.probes.capture import Capture, probe
 from hookline.probes.captured_state import LazyState
 from hookline.probes.flow import GradientFlow
@@ -859,23 +859,6 @@ def test_a_probe_has_the_memory_limit_of_a_capture():
         assert results.capture.store.memory_limit == Capture("0").store.memory_limit == 2**30
 
 
-def test_policies():
-    def run(**options):
-        net, capture = model(), Capture("0", max_states=2, **options)
-        capture.attach(net)
-        for i in range(6):
-            net(x(seed=i))
-        capture.detach()
-        return net, capture
-
-    net, kept = run(policy="drop_oldest")
-    assert kept.counts == Counts(captured=6, kept=2, dropped=4)
-    expected = [net[0](x(seed=i)).detach() for i in (4, 5)]
-    assert same([state.output for state in kept["0"]], expected)
-    with pytest.raises(StoreFullError):
-        run(policy="error")
-
-
 def test_a_shared_store_holds_both_and_keeps_them_apart():
     store, net = Store(memory_limit=2**20), model()
     a, b = Capture("0", store=store), Capture("2", store=store)
@@ -1068,17 +1051,6 @@ def test_in_a_trainer_it_is_disabled_also_when_what_comes_in_can_be_taken():
     trainer.fit(batches(6))
     info = next(one for one in trainer.hooks.describe() if one.name == "capture")
     assert (info.failures, info.status) == (3, "failed")
-
-
-def test_in_a_trainer_a_store_that_may_drop_nothing_stops_training_when_it_is_full():
-    net, optimizer = make()
-    trainer = Trainer(config(), net, optimizer)
-    capture = Capture("first", policy="error", max_states=3)
-    trainer.add_hook(capture, name="all_of_it")
-    with pytest.raises(StoreFullError, match=r"'all_of_it' has captured .* max_states, 3"):
-        trainer.fit(batches(6))
-    assert (trainer.status, trainer.step) == ("error", 3)
-    assert capture.counts == Counts(captured=4, kept=3, dropped=1)
 
 
 # -- the short form

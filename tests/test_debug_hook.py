@@ -239,7 +239,7 @@ def train_odd(*hooks):
 
 def test_the_repeated_forward_changes_nothing_in_training(caplog):
     capture = hookline.probes.Capture("head", input=False)
-    plain, watched = train_odd(), train_odd(DebugHook(check=["loss"]), capture)
+    plain, watched = train_odd(), train_odd(DebugHook(check=["loss"], action="warn"), capture)
     for one, other in zip(plain[0], watched[0], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
     assert plain[1] == watched[1]
@@ -271,7 +271,7 @@ def test_a_forward_that_changes_parameters_is_not_repeated(caplog):
 def test_inputs_are_looked_at_where_the_batch_is_not_known(caplog):
     model, optimizer = make()
     model.first.register_forward_hook(lambda module, args, output: output / 0)
-    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="warn")]):
         for x, y in batches(2):
             F.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -481,8 +481,10 @@ def test_stop_ends_training_before_the_step_that_would_spoil_the_weights(what):
     assert same(weights(model), before)
 
 
-def test_without_break_on_nan_it_only_warns():
-    assert train(DebugHook(break_on_nan=False), data=[bad_batch()]).status == "completed"
+def test_without_break_on_nan_it_stops_with_a_message(caplog):
+    trainer = train(DebugHook(break_on_nan=False), data=[bad_batch()])
+    assert trainer.status == "stopped"
+    assert trainer.stop_reason.startswith("DebugHook: The loss is nan")
 
 
 def test_break_where_there_is_no_terminal_stops():
@@ -490,8 +492,10 @@ def test_break_where_there_is_no_terminal_stops():
     assert train(DebugHook(action="break"), data=[bad_batch()]).status == "stopped"
 
 
-def test_it_only_warns_unless_asked_for_more(caplog):
-    assert train(DebugHook(), data=[bad_batch()]).status == "completed"
+def test_it_stops_unless_it_is_only_to_warn(caplog):
+    assert train(DebugHook(), data=[bad_batch()]).status == "stopped"
+    caplog.clear()
+    assert train(DebugHook(action="warn"), data=[bad_batch()]).status == "completed"
     assert "The loss is nan" in warnings(caplog)[0]
 
 

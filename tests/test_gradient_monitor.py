@@ -23,7 +23,7 @@ import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.runs.jsonl_reader import read_records
 from hookline.tensors.parameter_names import match_names
-from hookline.tensors.tensor_statistics import TensorStatistics
+from hookline.tensors.statistics import TensorStatistics
 
 NAMES = ["first.weight", "first.bias", "second.weight", "second.bias"]
 
@@ -455,7 +455,8 @@ def test_a_monitor_with_nothing_to_do_is_an_error() -> None:
     [
         ({"percentiles": [101]}, "'percentiles'"),
         ({"percentiles": [-1]}, "'percentiles'"),
-        ({"log_frequency": 0}, "'log_frequency'"),
+        ({"log_frequency": 0}, "'every'"),
+        ({"log_frequency": 5, "every": 5}, "'every' and 'log_frequency' are the same option"),
         ({"bins": 0}, "'bins'"),
         ({"vanishing": -1.0}, "'vanishing'"),
         ({"exploding": 0}, "'exploding'"),

@@ -169,7 +169,7 @@ def test_a_rate_that_is_a_tensor_is_copied_and_not_read(tmp_path: Path) -> None:
     monitor = LRMonitor()
     monitor.on_after_optimizer_step([adam], 0)
     rate.fill_(0.25)  # what schedulers do
-    monitor.on_step_end(Stand())
+    monitor.on_step_end(Stand(), 1)
     assert isinstance(logged[0], torch.Tensor)
     assert logged[0].item() == 0.5
     values = fit(
@@ -198,5 +198,13 @@ def test_frequency_epoch_asks_a_bare_loop_for_its_epochs() -> None:
 
 
 def test_an_unknown_frequency_is_an_error() -> None:
-    with pytest.raises(hookline.ConfigError, match="'frequency' is 'batch'"):
+    with pytest.raises(hookline.ConfigError, match="'every' is 'batch'"):
         LRMonitor(frequency="batch")  # type: ignore[arg-type]
+
+
+def test_a_number_logs_in_every_nth_step(tmp_path: Path) -> None:
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[LRMonitor(every=2)], runs=tmp_path):
+        train(model, optimizer, batches(5))
+    (run,) = tmp_path.iterdir()
+    assert [one["step"] for one in hookline.open_run(run).metrics("lr/SGD")] == [2, 4]

@@ -431,14 +431,14 @@ def test_a_folder_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("other", [{"every_n_epochs": 2}, {"save_on_train_epoch_end": True}])
 def test_two_answers_to_when_are_refused(other):
-    with pytest.raises(ConfigError, match=f"every_n_steps and {next(iter(other))}"):
+    with pytest.raises(ConfigError, match=f"every and {next(iter(other))}"):
         ModelCheckpoint(every_n_steps=2, **other)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every_n_steps": 2, "every_n_minutes": 1}, "every_n_steps and every_n_minutes both"),
+        ({"every_n_steps": 2, "every_n_minutes": 1}, "every and every_n_minutes both"),
         ({"every_n_minutes": 1, "every_n_epochs": 2}, "every_n_minutes and every_n_epochs both"),
         ({"save_top_k": -1, "keep_last": 2}, "keeps all checkpoints, so keep_last has no effect"),
         ({"save_top_k": -1, "keep_every": 2}, "keeps all checkpoints, so keep_every has no effect"),

@@ -71,6 +71,25 @@ def odd_features(positions: int, units: int, size: float = 1.0) -> Tensor:
     return rows * size
 
 
+@pytest.mark.parametrize("batch", [(), (1,), (4,)])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Conv1d(2, 4, 3), (2, 8)),
+        (nn.Conv2d(2, 4, 3), (2, 8, 8)),
+        (nn.ConvTranspose2d(2, 4, 3), (2, 8, 8)),
+        (nn.Conv3d(2, 4, 3), (2, 8, 8, 8)),
+        (nn.InstanceNorm1d(4, affine=True), (4, 8)),
+        (nn.InstanceNorm2d(4, affine=True), (4, 8, 8)),
+    ],
+)
+def test_channels_are_found_also_where_there_is_no_batch(module, shape, batch):
+    with torch.no_grad():
+        module.bias[:] = torch.tensor([1.0, 0, 0, 0])
+        module.weight[:] = 0
+    assert measure(torch.randn(*batch, *shape), module)["dead"] == 0.75
+
+
 @pytest.mark.parametrize("piece", [16, 1 << 22])
 @pytest.mark.parametrize("shape", [(300, 8), (2, 8), (1, 8)], ids=str)
 @pytest.mark.parametrize("size", [1.0, 1e12, 1e-12])

@@ -164,7 +164,7 @@ def test_a_module_chooses_itself(net):
 
 
 def test_a_list_chooses_what_any_of_it_does_once_in_the_models_order(net):
-    which = ["head", nn.LayerNorm, "blocks.0.*", ["embed", net.head]]
+    which = ["head", nn.LayerNorm, "blocks.0.*", "embed", net.head]
     norms = [f"blocks.{i}.norm" for i in range(12)]
     assert names(net, which) == ["embed", norms[0], "blocks.0.mlp", *norms[1:], "head"]
 
@@ -252,7 +252,6 @@ def test_names_with_wrapper_parts_are_understood(net):
     assert list(select(net, "_orig_mod.head")) == ["head"]
     assert list(select(model, "_orig_mod")) == [""]
     assert list(select(model, "_orig_mod.blocks.*.mlp")) == BLOCK_MLPS
-    assert list(select(model, r"re:_orig_mod\.hea.")) == ["head"]
     assert list(select(net, "module.head")) == ["head"]  # noted down from a DDP model
     assert list(select(net, "module")) == [""]
 
@@ -290,7 +289,6 @@ def test_ddp_and_compiling_do_not_change_names(net, group):
     outer = nn.ModuleDict({"encoder": model})
     assert list(clean_names(outer))[:3] == ["", "encoder", "encoder.embed"]
     assert select(outer, "encoder._orig_mod.module.head") == {"encoder.head": net.head}
-    assert select(outer, "encoder.module.head") == {"encoder.head": net.head}
     assert select(outer, "encoder._orig_mod") == {"encoder": net}
 
 

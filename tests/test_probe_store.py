@@ -18,9 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.errors import ArgumentError, ConfigError, HooklineError
+from hookline.errors import ConfigError, HooklineError
 from hookline.probes.captured_state import CapturedState
-from hookline.probes.store import Counts, Store, StoreFullError
+from hookline.probes.store import Counts, Store
 from hookline.tensors.nested import NotCopied, map_tensors, tensors_in
 
 KB = 1024
@@ -418,16 +418,17 @@ def test_states_are_those_of_one_moment_whatever_others_capture_meanwhile():
         worker.join()
 
 
-def test_max_states_holds_for_each_probe():
+def test_max_states_is_for_all_probes_together():
     store = Store(max_states=3)
     for i in range(10):
         store.add("p", state(i))
     for i in range(2):
         store.add("q", state(i))
-    assert steps(store) == [7, 8, 9]
+    assert steps(store) == [9]
     assert steps(store, "q") == [0, 1]
-    assert store.counts("p") == Counts(captured=10, kept=3, dropped=7)
-    assert store.nbytes == 5 * KB
+    assert store.counts("p") == Counts(captured=10, kept=1, dropped=9)
+    assert store.over_limits("p") == (0, 9)
+    assert store.nbytes == 3 * KB
 
 
 def test_cleanup_interval_lets_a_few_more_stay_in_between():
@@ -570,40 +571,6 @@ def test_a_closed_store_is_empty_and_takes_nothing_more():
         store.add("p", state(1))
 
 
-# -- policy "error"
-
-
-def test_error_refuses_what_exceeds_the_memory_and_keeps_the_rest():
-    store = Store(memory_limit=2 * KB, policy="error")
-    shared = tensor(1)
-    store.add("p", state(0, output=shared))
-    store.add("p", state(1))
-    store.add("p", state(2, output=shared[3:]))  # takes no more
-    with pytest.raises(
-        StoreFullError, match=r"'p'.* 3072 bytes.*memory_limit is 2048.*'drop_oldest'"
-    ):
-        store.add("p", state(3))
-    assert issubclass(StoreFullError, MemoryError)
-    assert steps(store) == [0, 1, 2]
-    assert store.counts("p") == Counts(captured=4, kept=3, dropped=1)
-    assert store.nbytes == 2 * KB
-    store.clear("p")
-    store.add("p", state(4))
-
-
-def test_error_refuses_more_states_than_allowed_at_once():
-    store = Store(max_states=2, policy="error", cleanup_interval=10)
-    store.add("p", state(0))
-    store.add("p", state(1))
-    with pytest.raises(StoreFullError, match="one more than max_states, 2"):
-        store.add("p", state(2))
-    store.add("q", state(3))
-    assert steps(store) == [0, 1]
-
-
-# -- amending
-
-
 def test_a_gradient_that_comes_later_is_counted():
     store = Store(memory_limit=4 * KB)
     keys = [store.add("p", state(i)) for i in range(3)]
@@ -637,32 +604,11 @@ def test_a_gradient_too_large_alone_leaves_the_state_without_it(caplog):
     assert "its gradient would exceed memory_limit" in caplog.text
 
 
-def test_a_gradient_that_does_not_fit_is_an_error_where_that_is_the_policy():
-    store = Store(memory_limit=2 * KB, policy="error")
-    key = store.add("p", state(0))
-    store.add("p", state(1))
-    with pytest.raises(StoreFullError, match="its gradient"):
-        store.add_gradient(key, tensor(1))
-    assert store.states("p")[0].gradient is None
-    assert store.nbytes == 2 * KB
-
-
-# -- options
-
-
 @pytest.mark.parametrize("name", ["max_states", "memory_limit", "cleanup_interval"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_limits_are_whole_numbers_from_one(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be a positive integer"):
         Store(**{name: value})
-
-
-def test_a_policy_that_does_not_exist_is_an_error_with_the_nearest():
-    with pytest.raises(ArgumentError, match="Did you mean 'drop_oldest'"):
-        Store(policy="drop-oldest")
-
-
-# -- threads
 
 
 def test_threads_lose_and_mix_nothing():
@@ -722,8 +668,8 @@ ACTIONS = st.lists(
 def exact(store):
     """The bytes of all that is in memory, counted anew."""
     seen = {}
-    for states in store._probes.values():
-        for kept, _ in states.stored.values():
+    for probe in store._counts:
+        for kept in store.states(probe):
             for t in kept.tensors():
                 storage = t.untyped_storage()
                 seen[storage.data_ptr()] = storage.nbytes()
@@ -734,19 +680,16 @@ def exact(store):
 @settings(deadline=None, max_examples=150)
 @given(
     actions=ACTIONS,
-    policy=st.sampled_from(["drop_oldest", "error"]),
     max_states=st.one_of(st.none(), st.integers(1, 5)),
     limit=st.one_of(st.none(), st.integers(1, 12)),
     interval=st.integers(1, 4),
 )
-def test_limits_counts_and_order_hold_after_any_sequence(
-    actions, policy, max_states, limit, interval
-):
+def test_limits_counts_and_order_hold_after_any_sequence(actions, max_states, limit, interval):
     pool = [tensor(1 + i) for i in range(6)]
     limit = None if limit is None else limit * KB
     expected: dict[str, Counter] = {}
     number, keys = 0, []
-    with closing(Store(max_states, limit, policy, interval)) as store:
+    with closing(Store(max_states, limit, interval)) as store:
         for action, *args in actions:
             if action in ("add", "own"):
                 probe, what = args
@@ -754,16 +697,10 @@ def test_limits_counts_and_order_hold_after_any_sequence(
                 told = expected.setdefault(probe, Counter())
                 told["captured"] += 1
                 number += 1
-                try:
-                    keys.append(store.add(probe, CapturedState("m", step=number, output=held)))
-                except StoreFullError:
-                    assert policy == "error"
+                keys.append(store.add(probe, CapturedState("m", step=number, output=held)))
             elif action == "amend":
-                try:
-                    if keys:
-                        store.add_gradient(keys[args[0] % len(keys)], pool[args[1]])
-                except StoreFullError:
-                    assert policy == "error"
+                if keys:
+                    store.add_gradient(keys[args[0] % len(keys)], pool[args[1]])
             elif action == "clear":
                 for probe in [args[0]] if args[0] else list(expected):
                     if probe in expected:
@@ -776,14 +713,12 @@ def test_limits_counts_and_order_hold_after_any_sequence(
 
             assert store.nbytes == exact(store)
             assert limit is None or store.nbytes <= limit
+            assert max_states is None or store.counts().kept <= max_states + interval - 1
             for probe, told in expected.items():
                 counts = store.counts(probe)
                 assert counts.captured == told["captured"]
                 assert counts.cleared == told["cleared"]
                 assert counts.captured == sum(counts) - counts.captured
-                if max_states is not None:
-                    extra = 0 if policy == "error" else interval - 1
-                    assert counts.kept <= max_states + extra
                 kept = steps(store, probe)
                 assert kept == sorted(set(kept))
                 assert len(kept) == counts.kept

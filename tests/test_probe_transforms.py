@@ -44,7 +44,7 @@ class Own(Probe):
 OBSERVERS: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
     "times": lambda: Monitor("**", ["forward_time_ms", "backward_time_ms", "memory"]),
-    "debug": lambda: Debug("**", gradients=True, keep=2),
+    "debug": lambda: Debug("**", gradients=True),
     "capture": lambda: Capture("**", gradient=True),
     "own": Own,
 }
@@ -194,7 +194,7 @@ MEASURES: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
     "all": lambda: Monitor("**", ["histogram", "dead", "saturation", "forward_time_ms", "memory"]),
     "functions": lambda: Monitor("**", functions={"own": lambda x: x.square().mean()}),
-    "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"], keep=2),
+    "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
     "capture": lambda: Capture("**"),
     "reduced": lambda: Capture("**", reduce="mean"),

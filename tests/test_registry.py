@@ -163,11 +163,11 @@ def test_disabled_hooks_are_kept_and_listed_with_their_status():
 def test_schedules_and_places_belong_to_the_registration():
     registry = HookRegistry(
         [
-            {"name": "lr_monitor", "every": 5, "from_epoch": 2, "sample_rate": 0.5},
-            {"name": "ema", "before": "lr_monitor", "strict": True},
+            {"name": "logging", "every": 5, "from_epoch": 2, "sample_rate": 0.5},
+            {"name": "ema", "before": "logging", "strict": True},
         ]
     )
-    assert registry.list_hooks() == ["ema", "lr_monitor"]
+    assert registry.list_hooks() == ["ema", "logging"]
     ema, monitor = registry.describe()
     assert monitor.schedule == "every 5, sample 0.5, from epoch 2"
     assert ema.critical
@@ -221,7 +221,7 @@ def test_what_the_class_itself_takes_is_its_own_option_unless_options_stand_apar
             {"loop": [{"name": "a", "class_path": "x.Y", "as": "b"}]},
             "'name' and 'as' both name the hook",
         ),
-        ({"loop": [{"name": "lr_monitor", "every": 0}]}, "every is 0; expected a whole number"),
+        ({"loop": [{"name": "logging", "every": 0}]}, "every is 0; expected a whole number"),
         ({"loop": [{"name": "ema", "after": "emma"}]}, "There is no hook 'emma'."),
         ({"loop": ["ema", {"name": "lr_monitor", "as": "ema"}]}, "The name 'ema' is taken."),
         ({"forward": ["ema"]}, "hooks.forward[0]: 'ema' is of kind 'loop'. Move it to 'loop'."),

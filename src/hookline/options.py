@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from itertools import islice
 from typing import Any, ClassVar, Self, get_type_hints
 
@@ -114,11 +114,16 @@ class BuiltIn(Hook):
     """
 
     cost: ClassVar[str] = ""
-    """The cost of the hook, in one sentence."""
+    """The hook's cost, in one sentence."""
+
+    every_name: ClassVar[str] = ""
+    """Another name of the option `every`, which manifests have."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.hookline_cost = cls.cost
+        if cls.every_name and "__init__" in vars(cls):
+            cls.__init__ = _accept_other_name(cls.__init__)  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options. `__init__` receives them as they were passed."""
@@ -175,7 +180,7 @@ def check_options(
             Python's own call.
     """
     known = get_options(hook_class)
-    given = dict(zip(known, args, strict=False)) | dict(options)
+    given = dict(zip(known, args, strict=False)) | _rename_every(hook_class, options)
     remember_secrets(given)
     remember_secrets([given.get(name) for name in hook_class.secret_options], is_secret=True)
     open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))
@@ -204,9 +209,31 @@ def check_options(
 
 
 def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with those masked that the hook declares secret."""
+    """Return options for the manifest, with those masked that the hook declares secret."""
     given = [name for name in hook_class.secret_options if options.get(name) is not None]
-    return {**options, **dict.fromkeys(given, MASK)}
+    masked = {**options, **dict.fromkeys(given, MASK)}
+    other = getattr(hook_class, "every_name", "")
+    return {other if other and name == "every" else name: one for name, one in masked.items()}
+
+
+def _accept_other_name(initialize: Any) -> Any:
+    """Return an `__init__` that also takes the option `every` under its other name."""
+
+    @wraps(initialize)
+    def accept(hook: BuiltIn, *args: Any, **options: Any) -> None:
+        initialize(hook, *args, **_rename_every(type(hook), options))
+
+    return accept
+
+
+def _rename_every(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    other = getattr(hook_class, "every_name", "")
+    if not other or other not in options:
+        return dict(options)
+    if "every" in options:
+        text = f"'every' and '{other}' are the same option. Give one of them."
+        raise OptionsError(hook_class.__name__, [OptionProblem("every", text)])
+    return {"every" if name == other else name: value for name, value in options.items()}
 
 
 def _belongs_to_registration(hook_class: Any, name: str) -> str:

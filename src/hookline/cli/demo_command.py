@@ -91,8 +91,8 @@ def make_trainer(
     trainer.add_hook(ValidationCurve())
     trainer.add_hook(CheckpointAtEnd())
     often = math.ceil(steps / 40)  # what the report draws layer by layer
-    trainer.add_hook(GradientMonitor(log_frequency=often))
-    trainer.add_hook(OutlierMonitor(log_frequency=often))
+    trainer.add_hook(GradientMonitor(every=often))
+    trainer.add_hook(OutlierMonitor(every=often))
     trainer.add_hook(LRMonitor())
     return trainer, *_loaders(text.data, seed)
 

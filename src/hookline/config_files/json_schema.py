@@ -66,6 +66,8 @@ def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
             }
         except Exception:  # a package's hook that cannot be imported here
             continue
+        if other := getattr(hook_class, "every_name", ""):
+            described[other] = described["every"]
         definition = f"{name}_options"
         closed = {"type": "object", "additionalProperties": False}
         definitions[definition] = {**closed, "properties": described}

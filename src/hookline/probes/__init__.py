@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hookline.probes.probe import Probe as Probe
     from hookline.probes.store import Counts as Counts
     from hookline.probes.store import Store as Store
-    from hookline.probes.store import StoreFullError as StoreFullError
     from hookline.probes.taps import tap as tap
 
 _MODULES = {
@@ -43,7 +42,7 @@ _MODULES = {
     "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
     "monitor": ("Monitor",),
     "probe": ("Probe",),
-    "store": ("Counts", "Store", "StoreFullError"),
+    "store": ("Counts", "Store"),
     "taps": ("tap",),
 }
 

@@ -31,7 +31,7 @@ from weakref import WeakSet
 
 import torch
 
-from hookline.errors import RandomNumberError, listed
+from hookline.errors import ProbeError, RandomNumberError, listed
 from hookline.interrupts import HeldInterrupts
 from hookline.probes.call import Call, ForwardCallback, Site, ThreadLocal
 from hookline.probes.recomputation import has_gradients, is_recomputing, running_modules
@@ -241,6 +241,7 @@ class Attachment:
         if failed or not self.enabled:
             return
         if not self._checked_calls:
+            self._raise_if_without_effect()
             self.check_calls()
         if self.probe.wants_forward_end:
             self.guard(self._forward_end)
@@ -306,6 +307,24 @@ class Attachment:
             # A ModuleList has no forward and is never called: it was selected along with others.
             uncalled = [site for site in uncalled if _has_forward(site.module)]
         return [site.name for site in uncalled]
+
+    def _raise_if_without_effect(self) -> None:
+        """Raise if this is an edit, and none of its modules and taps was called in the forward.
+
+        A compiled model may just have to be compiled again: that is a warning.
+        """
+        called = any(site.was_called for site in self.sites.values())
+        taps = self.taps
+        if not self.probe.edits or called or (taps and len(taps.unmatched) < len(taps.patterns)):
+            return
+        if type(self.root).__name__ == "OptimizedModule":
+            return
+        self._checked_calls = True
+        hint = WHY_UNCALLED if taps is None else taps.hint()
+        raise ProbeError(
+            f"The edit '{self.probe.probe_name}' has changed nothing in this forward: no call was "
+            f"seen of {listed([*self.sites, *(taps.patterns if taps else ())])}. {hint}"
+        )
 
     def check_calls(self) -> None:
         """Warn, once, about modules and taps that no call was seen of."""

@@ -25,7 +25,7 @@ from hookline.probes.gradient_capture import OutputGradients
 from hookline.probes.module_selection import Which, aliases
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
-from hookline.probes.store import Counts, Policy, Store
+from hookline.probes.store import Counts, Store
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.nested import tensors_in
 
@@ -120,10 +120,8 @@ class Capture(BuiltIn, Probe):
         layer_idx: The layer's number, for the states; by default the first number in the module's
             name, if it has one.
         max_states: How many states to keep, over all modules; by default all.
-        memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit. A warning
-            says how many states were dropped, and `counts` has the number at any time.
-        policy: What happens to states that do not fit: the oldest is dropped (`"drop_oldest"`), or
-            an error is raised (`"error"`).
+        memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit. The oldest
+            states are dropped. A warning says how many, and `counts` has the number at any time.
         store: A store to share with other probes, with its own limits.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
             These have an output only.
@@ -153,7 +151,6 @@ class Capture(BuiltIn, Probe):
         layer_idx: Annotated[int, Field(ge=0)] | None = None,
         max_states: PositiveInt | None = None,
         memory_limit_mb: PositiveFloat | None = _MEMORY_LIMIT_MB,
-        policy: Policy = "drop_oldest",
         store: Store | None = None,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
@@ -168,13 +165,12 @@ class Capture(BuiltIn, Probe):
         self._extractor = TensorExtractor(self, by, device, dtype, select, reduce, dim)
         self._copies_output = output and self._extractor.copies_only
         self._layer_idx = layer_idx
-        limits = (max_states, memory_limit_mb, policy)
-        if store is not None and limits != (None, _MEMORY_LIMIT_MB, "drop_oldest"):
+        if store is not None and (max_states, memory_limit_mb) != (None, _MEMORY_LIMIT_MB):
             raise ConfigError(
-                "Capture: max_states, memory_limit_mb and policy are options of the shared store. "
-                "Give them to the store."
+                "Capture: max_states and memory_limit_mb are options of the shared store. Give "
+                "them to the store."
             )
-        self._limits = (max_states, bytes_of(memory_limit_mb), policy)
+        self._limits = (max_states, bytes_of(memory_limit_mb))
         self._reset_results(store)
 
     def _reset_results(self, store: Store | None = None) -> None:
@@ -207,14 +203,14 @@ class Capture(BuiltIn, Probe):
     def _warn_dropped(self) -> None:
         """Warn once about dropped states, unless the user has limited their number."""
         store = self._store
-        over_memory, over_total = store.over_limits(self.key)
-        is_default = store.max_total_states == MAX_CAPTURED_STATES
-        dropped = over_memory + (over_total if is_default else 0)
-        if self._warned_dropped or not dropped or store.policy != "drop_oldest":
+        over_memory, over_states = store.over_limits(self.key)
+        is_default = store.max_states == MAX_CAPTURED_STATES
+        dropped = over_memory + (over_states if is_default else 0)
+        if self._warned_dropped or not dropped:
             return
         self._warned_dropped = True
         limits = [f"memory_limit_mb={(store.memory_limit or 0) / 2**20:g}"] if over_memory else []
-        limits += [f"max_captured_states={store.max_total_states}"] if over_total else []
+        limits += [f"max_captured_states={store.max_states}"] if over_states else []
         log.warning(
             "The probe '%s' has dropped %d of %d captured states, the oldest, because of %s. Raise "
             "the limit (None: no limit) or capture less (a slice, another dtype, fewer modules, "
@@ -407,7 +403,7 @@ class Calls(Sequence[CapturedState]):
             with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
                 return states[index]
         raise NotCapturedError(
-            f"'{printable(self._module)}' has no captured call {show_value(index)}; it has "
+            f"'{self._module}' has no captured call {show_value(index)}; it has "
             f"{len(states)}. Index them from 0, from the end, or by a slice."
         )
 

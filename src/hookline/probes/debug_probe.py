@@ -6,28 +6,27 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
-from hookline.arguments import check_mapping, read_attribute, read_items, show_value
+from hookline.arguments import check_mapping, read_attribute, show_value
 from hookline.errors import ArgumentError, ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.printable import printable
 from hookline.probes.call import Call
-from hookline.probes.captured_state import CapturedState
-from hookline.probes.extractor import call_user_function, copy_tensor
+from hookline.probes.extractor import call_user_function
 from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.probe import Probe
 from hookline.probes.recomputation import recall_call, remember_call
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.finiteness import extremes
-from hookline.tensors.nested import map_tensors, tensors_in
+from hookline.tensors.nested import tensors_in
 from hookline.tensors.sharded import nested_values
 
 log = logging.getLogger("hookline")
@@ -79,7 +78,6 @@ class Finding:
         low: The smallest value; NaN if there was one.
         high: The largest value; NaN if there was one.
         others: The modules after it for which the condition held before it was checked.
-        states: With `keep`, the last states up to this one.
     """
 
     module: str
@@ -91,7 +89,6 @@ class Finding:
     low: float | None = None
     high: float | None = None
     others: list[str] = field(default_factory=list[str])
-    states: list[CapturedState] = field(default_factory=list[CapturedState], repr=False)
 
     @property
     def lasting_key(self) -> tuple[str, ...]:
@@ -114,7 +111,6 @@ class _Measured:
     """The measurements of one call, not read yet."""
 
     finding: Finding
-    state: CapturedState | None
     extremes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[Any])
     answers: list[tuple[Condition, torch.Tensor | bool]] = field(default_factory=list[Any])
 
@@ -142,19 +138,17 @@ class DebugProbe(BuiltIn, Probe):
             terminal, else stop.
         gradients: Check the gradients of the outputs, too; not in compiled models, and not where a
             module returns a parameter itself. With a `GradScaler` they are scaled.
-        keep: How many states up to a finding to keep, copied. All inputs and outputs of the modules
-            in a step are held until its end.
-        once: Report each module and condition only once.
         limit: The number of findings after which they are only counted; None for no limit.
         taps: Which of the values that `hookline.tap` names to check, too.
     """
 
-    cost = "One pass over each output, and one transfer per step; with `keep` also copies."
+    cost = "One pass over each output, and one transfer per step."
     hookline_group = HookGroup.MONITOR
     probe_name = "debug_probe"
+    wants_input = False
     _results = (
-        *("findings", "count", "_reported", "_measured", "_recent", "_lock", "_check_queued"),
-        *("_warned_compiled", "_lasting"),
+        *("findings", "count", "_measured", "_lock", "_check_queued", "_warned_compiled"),
+        *("_lasting",),
     )
 
     def __init__(
@@ -163,21 +157,18 @@ class DebugProbe(BuiltIn, Probe):
         conditions: Conditions = None,
         action: Literal["warn", "record", "stop", "break"] = "warn",
         gradients: bool = False,
-        keep: NonNegativeInt = 0,
-        once: bool = False,
         limit: PositiveInt | None = 100,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
-        self.wants_before = self.wants_input = keep > 0
         self.wants_recomputed = gradients
-        self._conditions = _read_conditions(conditions)
+        self._conditions = list(_read_conditions(conditions))
+        if not self._conditions:
+            raise ConfigError(f"{show_value(conditions)} contains no condition. Give at least one.")
         self._by_value = any(condition.holds is not None for condition in self._conditions)
         self._functions = [c for c in self._conditions if c.function is not None]
         self._action = action
         self._gradients = gradients
-        self._keep = keep
-        self._once = once
         self._limit = limit
         self._reset_results()
 
@@ -185,9 +176,7 @@ class DebugProbe(BuiltIn, Probe):
         self.findings: list[Finding] = []
         self.count = 0
         """The number of findings, also those over the limit."""
-        self._reported: set[tuple[str, str, str]] = set()
         self._measured: list[_Measured] = []
-        self._recent: list[CapturedState] = []
         self._lock = threading.Lock()
         self._check_queued = False
         self._warned_compiled = False
@@ -195,21 +184,15 @@ class DebugProbe(BuiltIn, Probe):
 
     # -- measuring --------------------------------------------------------------------------------
 
-    def before(self, call: Call) -> None:
-        """Copy the arguments before the module runs and may change them; only with `keep`."""
-        if not call.recomputed:
-            call.saved = _copy_inputs(call)
-
     def after(self, call: Call) -> None:
         """Measure the output of a module."""
         if self._gradients:
             self._expect_gradients(call)
         if not call.recomputed:
-            state = self._state(call) if self._keep else None
-            self._measure(_finding(call, "output"), call.output, state)
+            self._measure(_finding(call, "output"), call.output)
 
-    def _measure(self, finding: Finding, value: Any, state: CapturedState | None) -> None:
-        measured = _Measured(finding, state)
+    def _measure(self, finding: Finding, value: Any) -> None:
+        measured = _Measured(finding)
         for tensor in tensors_in(value):
             if self._by_value:
                 pair = extremes(tensor)
@@ -220,8 +203,6 @@ class DebugProbe(BuiltIn, Probe):
                 subject = f"the {finding.of} of '{finding.module}'"
                 measured.answers.append((condition, condition.ask(tensor, subject)))
         with self._lock:
-            if state is not None:
-                self._recent.append(state)
             if measured.extremes or measured.answers:
                 self._measured.append(measured)
         if len(self._measured) >= _MAX_UNREAD:
@@ -248,11 +229,7 @@ class DebugProbe(BuiltIn, Probe):
             on_gradient(tensor, partial(self.call_guarded, self._measure_gradient, finding))
 
     def _measure_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
-        state = None
-        if self._keep:
-            place = (finding.module, self.probe_name, finding.step, finding.epoch, finding.call)
-            state = CapturedState(*place, gradient=copy_tensor(gradient))
-        self._measure(finding, gradient, state)
+        self._measure(finding, gradient)
         self._check_after_backward()
 
     def _check_after_backward(self) -> None:
@@ -261,13 +238,6 @@ class DebugProbe(BuiltIn, Probe):
             self._check_queued = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.check)
-
-    def _state(self, call: Call) -> CapturedState:
-        place = (call.name, self.probe_name, call.step, call.epoch, call.index)
-        saved = None if call.input_replaced else call.saved
-        args, kwargs = saved or _copy_inputs(call)
-        output = map_tensors(call.output, copy_tensor)
-        return CapturedState(*place, input=args, kwargs=kwargs, output=output)
 
     # -- checking ---------------------------------------------------------------------------------
 
@@ -284,7 +254,7 @@ class DebugProbe(BuiltIn, Probe):
     def on_train_end(self) -> None:
         """Drop what was not checked."""
         with self._lock:
-            self._measured, self._recent = [], []
+            self._measured = []
         if self._limit is not None and self.count > self._limit:
             log.warning("The probe '%s' has %d findings in total.", self.probe_name, self.count)
 
@@ -299,17 +269,8 @@ class DebugProbe(BuiltIn, Probe):
         self._check_queued = False
         with self._lock:
             measured, self._measured = self._measured, []
-            recent = self._recent
-            self._recent = recent[len(recent) - self._keep :] if self._keep else []
-        new: list[Finding] = []
-        held: list[Finding] = []
-        for first in self._first(measured):
-            held.append(finding := first.finding)
-            if self._should_report(finding):
-                new.append(finding)
-            if first.state is not None:
-                end = recent.index(first.state) + 1
-                finding.states = recent[max(0, end - self._keep) : end]
+        held = self._first(measured)
+        new = [finding for finding in held if self._count(finding)]
         context = None if self.attachment is None else self.attachment.context
         trainer = trainer if trainer is not None else getattr(context, "trainer", None)
         self.findings += new
@@ -338,45 +299,33 @@ class DebugProbe(BuiltIn, Probe):
                 message=str(finding),
             )
 
-    def _first(self, measured: list[_Measured]) -> Iterator[_Measured]:
-        """Yield, for each condition, the first call in which it holds."""
+    def _first(self, measured: list[_Measured]) -> list[Finding]:
+        """Return, for each condition, the first call in which it holds."""
         tensors = (tensor for call in measured for pair in call.extremes for tensor in pair)
         values = iter(read_tensors(tensors))
         ranges = [[(next(values), next(values)) for _ in call.extremes] for call in measured]
-        unread = [a for call in measured for _, a in call.answers if isinstance(a, torch.Tensor)]
-        answers = iter(read_tensors(unread))
-        first: dict[tuple[str, str], _Measured] = {}
+        answers = iter(read_tensors(answer for call in measured for _, answer in call.answers))
+        first: dict[tuple[str, str], Finding] = {}
         for call, pairs in zip(measured, ranges, strict=True):
-            answered = [
-                (condition, bool(next(answers)) if isinstance(a, torch.Tensor) else a)
-                for condition, a in call.answers
-            ]
+            answered = [(condition, bool(next(answers))) for condition, _ in call.answers]
             for condition in self._conditions:
                 found = _find(condition, call, pairs, answered)
-                if found is None:
-                    continue
-                earlier = first.setdefault((condition.name, found.of), _Measured(found, call.state))
-                known = (earlier.finding.module, *earlier.finding.others)
-                if found.module not in known:
-                    earlier.finding.others.append(found.module)
-        yield from first.values()
+                if found is not None:
+                    earlier = first.setdefault((condition.name, found.of), found)
+                    if found.module not in (earlier.module, *earlier.others):
+                        earlier.others.append(found.module)
+        return list(first.values())
 
-    def _should_report(self, finding: Finding) -> bool:
-        """Count a finding and return whether to report it."""
-        key = (finding.module, finding.condition, finding.of)
-        if self._once and key in self._reported:
-            return False
-        self._reported.add(key)
+    def _count(self, finding: Finding) -> bool:
+        """Count a finding and return whether it is below the limit."""
         self.count += 1
-        if self._limit is None or self.count <= self._limit:
-            return True
-        if self.count == self._limit + 1:
+        if self._limit is not None and self.count == self._limit + 1:
             log.warning(
                 "The probe '%s' has %d findings. From now on they are only counted.",
                 self.probe_name,
                 self._limit,
             )
-        return False
+        return self._limit is None or self.count <= self._limit
 
     def _act(self, finding: Finding, trainer: Any) -> None:
         streams = (sys.stdin, sys.stdout)
@@ -390,10 +339,6 @@ class DebugProbe(BuiltIn, Probe):
 
 
 Debug = DebugProbe
-
-
-def _copy_inputs(call: Call) -> Any:
-    return map_tensors((call.args, dict(call.kwargs)), copy_tensor)
 
 
 def _finding(call: Call, of: Literal["output", "gradient"]) -> Finding:
@@ -427,33 +372,20 @@ def _break(probe: DebugProbe, finding: Finding) -> None:
 # -- conditions ------------------------------------------------------------------------------------
 
 
-def _read_conditions(conditions: Conditions) -> list[Condition]:
-    """Return the conditions that a user gave; None stands for `"nonfinite"`."""
-    try:
-        found = list(_each("nonfinite" if conditions is None else conditions))
-    except RecursionError:
-        raise ConfigError("The conditions are a list that is too deeply nested.") from None
-    if not found:
-        raise ConfigError(f"{show_value(conditions)} contains no condition. Give at least one.")
-    return found
-
-
-def _each(given: Any) -> Iterator[Condition]:
-    if isinstance(given, str):
-        yield _named(given, True)
+def _read_conditions(given: Conditions) -> Iterator[Condition]:
+    """Yield the conditions that a user gave; None stands for `"nonfinite"`."""
+    if given is None or isinstance(given, str):
+        yield _named(given or "nonfinite", True)
     elif isinstance(given, Mapping):
         for name, value in check_mapping("conditions", given).items():
             if value is not False:
                 yield _named(name, value)
-    elif isinstance(given, Condition):
-        yield given
     elif callable(given):
         name = read_attribute(given, "__qualname__") or type(given).__qualname__
         yield Condition(name.rpartition(".<locals>.")[2], function=given)
-    elif isinstance(given, Sequence | Set):
-        several = sorted(given, key=str) if isinstance(given, Set) else given
-        for condition in read_items("conditions", several, "a list of conditions"):
-            yield from _each(condition)
+    elif isinstance(given, list | tuple) and not any(isinstance(one, list) for one in given):
+        for condition in given:
+            yield from _read_conditions(condition)
     else:
         raise ConfigError(
             f"{show_value(given)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
@@ -480,9 +412,7 @@ def _named(name: str, value: Any) -> Condition:
         )
     if value is not True:
         raise ConfigError(f"The condition '{name}' is True or False; got {show_value(value)}.")
-    if name == "dead":
-        return Condition("dead", _is_dead)
-    return Condition("nonfinite", _is_nonfinite)
+    return Condition(name, _is_dead if name == "dead" else _is_nonfinite)
 
 
 def _is_above(value: float, low: float, high: float) -> bool:

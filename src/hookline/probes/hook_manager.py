@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +18,7 @@ from hookline.probes.attachment import WHY_UNCALLED, Attachment
 from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
 from hookline.probes.captured_state import CapturedState
 from hookline.probes.probe import ForwardSchedule, Probe
-from hookline.probes.store import Counts, Policy, Store, check_limit
+from hookline.probes.store import Counts, Store, check_limit
 from hookline.probes.sync import arrange_probes
 from hookline.tensors.module_classes import module_class
 
@@ -67,19 +67,13 @@ class _ModuleProbe:
     kind: str
     every: int
 
-    def free(self) -> None:
-        """Free the captured states."""
-        if isinstance(self.probe, Capture):
-            self.probe.forget()
-
 
 class Probes:
     """Registers probes on modules, each under an id.
 
     A context manager: on exit all its hooks are removed and their states freed. Safe to use from
     several threads. A probe that fails does not fail the model: the error is logged and counted,
-    and after three failures in a row the hook is disabled. Errors of edits, and of states that do
-    not fit with `policy="error"`, are raised.
+    and after three failures in a row the hook is disabled. Errors of edits are raised.
 
     With `every=N`, a hook sees only the calls N, 2N, 3N … of its module.
 
@@ -90,8 +84,6 @@ class Probes:
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep, over all hooks; never
             exceeded. None for no limit.
         enable_intervention: Whether hooks may edit what flows through modules.
-        policy: What happens to states that do not fit: `"drop_oldest"` or `"error"`.
-        max_states_per_hook: How many states to keep for each hook; None for any number.
 
     Example:
         >>> layer = torch.nn.Linear(2, 3)
@@ -109,27 +101,16 @@ class Probes:
         cleanup_interval: int = 1,
         memory_limit_mb: float | None = 1024,
         enable_intervention: bool = False,
-        policy: Policy = "drop_oldest",
-        max_states_per_hook: int | None = None,
     ) -> None:
         if not isinstance(enable_intervention, bool):
             raise ConfigError(
                 f"enable_intervention is True or False, not {show_value(enable_intervention)}."
             )
         check_limit("max_captured_states", max_captured_states)
-        check_limit("max_states_per_hook", max_states_per_hook)
         self.enable_intervention = enable_intervention
-        self._options = (
-            *(max_captured_states, cleanup_interval, memory_limit_mb),
-            *(enable_intervention, policy, max_states_per_hook),
-        )
-        self._store = Store(
-            max_states_per_hook,
-            bytes_of(memory_limit_mb),
-            policy,
-            cleanup_interval,
-            max_captured_states,
-        )
+        memory_limit = bytes_of(memory_limit_mb)
+        self._store = Store(max_captured_states, memory_limit, cleanup_interval)
+        self._options = (max_captured_states, cleanup_interval, memory_limit_mb)
         self._registered: dict[str, _ModuleProbe] = {}
         self._hooks = _ProbesInOrder(on_change=self._sync)
         self._lock = threading.RLock()
@@ -266,7 +247,7 @@ class Probes:
             self._hooks.remove_hook(hook_id)
             entry = self._registered.pop(hook_id)
             entry.probe.detach()
-            entry.free()
+            _free_states(entry.probe)
 
     def clear_hooks(self) -> None:
         """Remove all hooks."""
@@ -325,7 +306,7 @@ class Probes:
                 cause = error.__cause__ if type(error) is HookFailedError else None
                 raise cause or error from None
             if registered.get(name) is not entry:  # removed by another thread
-                entry.free()
+                _free_states(entry.probe)
             return returned
 
         return guard if entry.every == 1 else ForwardSchedule(entry.probe, entry.every, guard)
@@ -408,24 +389,17 @@ class Probes:
         """The exact number of bytes of captured states in memory."""
         return self._store.nbytes
 
-    def __contains__(self, hook_id: object) -> bool:
-        return hook_id in self._registered
-
-    def __len__(self) -> int:
-        return len(self._registered)
-
-    def __bool__(self) -> bool:
-        return True  # also without hooks
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.list_hooks())
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {listed(self.list_hooks())}, {self.nbytes} bytes>"
 
     def __reduce__(self) -> Any:
         """A copy has the options, but no hooks and no states."""
-        return type(self), self._options
+        return type(self), (*self._options, self.enable_intervention)
+
+
+def _free_states(probe: Probe) -> None:
+    if isinstance(probe, Capture):
+        probe.forget()
 
 
 HookManager = Probes

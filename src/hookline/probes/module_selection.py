@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import UnionType
 from typing import Any, TypeAlias, Union, get_origin
 
 from torch import nn
 
-from hookline.arguments import read_items, show_value
+from hookline.arguments import show_value
 from hookline.errors import ConfigError, listed
-from hookline.printable import printable
 from hookline.tensors.module_classes import module_class
 from hookline.tensors.name_patterns import (
     ModulePlace,
@@ -92,7 +91,7 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
     places = _places(model)
     order = {id(place): position for position, place in enumerate(places)}
     chosen: dict[int, ModulePlace] = {}
-    for item in _flatten_all(which):
+    for item in which if isinstance(which, list | tuple | set | frozenset) else [which]:
         found = _find(places, item)
         if not found:
             raise ConfigError(_describe_mismatch(places, item))
@@ -111,21 +110,6 @@ def _places(model: nn.Module) -> list[ModulePlace]:
     return module_places(model)
 
 
-def _flatten_all(which: Any) -> list[Any]:
-    try:
-        return list(_flatten(which))
-    except RecursionError:
-        raise ConfigError("The modules are a list that is too deeply nested.") from None
-
-
-def _flatten(which: Any) -> Iterator[Any]:
-    if isinstance(which, list | tuple | set | frozenset):
-        for item in read_items("modules", which, "a list of modules"):
-            yield from _flatten(item)
-    else:
-        yield which
-
-
 def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
     """Return the places that an item chooses, each module once."""
     if isinstance(item, nn.Module):
@@ -134,28 +118,16 @@ def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
         return _find_by_name(places, item)
     if isinstance(item, str | re.Pattern):
         matches = compile_regex(item).fullmatch
-        found = _filter(places, lambda place: matches(place.name))
-        return found or _find_by_full_name(places, matches)
+        return _filter(places, lambda place: matches(place.name))
     if _is_type(item):
         return _filter(places, lambda place: isinstance(place.module, item))
     if callable(item):
-        return _filter(places, lambda place: _chooses(item, place))
+        return _filter(places, lambda place: item(place.name, place.module))
     raise ConfigError(
         f"Modules cannot be chosen by a {type(item).__name__}: {show_value(item)}. Give a name, a "
         "glob, a regular expression, a type, a function of name and module, a module, or a list of "
         "these."
     )
-
-
-def _chooses(predicate: Predicate, place: ModulePlace) -> bool:
-    try:
-        return bool(predicate(place.name, place.module))
-    except Exception as error:
-        raise ConfigError(
-            f"The function that chooses modules, {show_value(predicate)}, raised "
-            f"{type(error).__name__} for the module '{printable(place.name)}': "
-            f"{show_value(str(error))}. It must take a name and a module."
-        ) from error
 
 
 def _is_type(item: Any) -> bool:
@@ -173,25 +145,13 @@ def _filter(
 
 
 def _find_by_name(places: list[ModulePlace], text: str) -> list[ModulePlace]:
-    """Match clean names first; if none matches, read the text as a name with wrapper parts."""
-    for pattern in dict.fromkeys((text, clean_name(text))):
+    """Match clean names; if none matches, read the text as a name with parts of wrappers."""
+    clean = clean_name(text)
+    # The last is a name from a DDP model, for the unwrapped model.
+    for pattern in dict.fromkeys((text, clean, clean.removeprefix("module").lstrip("."))):
         if found := _filter(places, _make_matcher(places, pattern)):
             return found
-    if found := _find_by_full_name(places, lambda name: matches_glob(text, name)):
-        return found
-    first, _, rest = text.partition(".")  # a name from a DDP model, for the unwrapped model
-    return _filter(places, _make_matcher(places, rest)) if first == "module" else []
-
-
-def _find_by_full_name(
-    places: list[ModulePlace], matches: Callable[[str], object]
-) -> list[ModulePlace]:
-    names = {
-        place.name
-        for place in places
-        if place.full_name and (matches(place.full_name) or matches(clean_name(place.full_name)))
-    }
-    return _filter(places, lambda place: place.name in names)
+    return _filter(places, lambda place: matches_glob(text, place.full_name))
 
 
 def _make_matcher(places: list[ModulePlace], text: str) -> Callable[[ModulePlace], object]:

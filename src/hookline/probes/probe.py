@@ -5,9 +5,8 @@ Outside of training, where there are no steps to count, a `ForwardSchedule` coun
 
 from __future__ import annotations
 
-import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any, ClassVar, Self
 
 import torch
@@ -204,8 +203,8 @@ class ForwardSchedule:
         self._probe = probe
         self._every = every
         self._guard = guard
-        self._state = _ThreadState()
-        self._direct_calls: dict[str, count[int]] = {}
+        self._direct_calls: Counter[str] = Counter()  # that have ended, by module
+        self._last_due = True  # whether the last of them was due
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of the probe with these arguments, if it is due."""
@@ -216,7 +215,7 @@ class ForwardSchedule:
             due = True  # a gradient of a call that was due
         else:  # the start or end of a forward
             forward_due = self._is_forward_due()
-            due = self._state.last if forward_due is None else forward_due
+            due = self._last_due if forward_due is None else forward_due
         return self._guard(function, *args) if due else None
 
     def _is_due(self, call: Call, *, is_after: bool) -> bool:
@@ -226,7 +225,10 @@ class ForwardSchedule:
             return not is_after or recall_call(key) is not False
         due = self._is_forward_due()
         if due is None:
-            due = self._is_direct_call_due(call, is_after=is_after)
+            number = self._direct_calls[call.name] + 1
+            due = self._last_due = number % self._every == 0
+            if is_after:
+                self._direct_calls[call.name] = number
         if is_after and self._probe.wants_recomputed and not torch.is_grad_enabled():
             remember_call(key, due)
         return due
@@ -236,20 +238,3 @@ class ForwardSchedule:
         attachment = self._probe.attachment
         number = None if attachment is None else attachment.forward_number
         return None if number is None else number % self._every == 0
-
-    def _is_direct_call_due(self, call: Call, *, is_after: bool) -> bool:
-        state = self._state
-        seen_before = is_after and self._probe.wants_before and call.module is not None
-        if not seen_before or call.name not in state.due:
-            number = next(self._direct_calls.setdefault(call.name, count(1)))
-            state.due[call.name] = number % self._every == 0
-        state.last = state.due[call.name]
-        return state.last
-
-
-class _ThreadState(threading.local):
-    """The calls outside of a forward of the model that run in this thread."""
-
-    def __init__(self) -> None:
-        self.due: dict[str, bool] = {}  # by the module's name
-        self.last = True

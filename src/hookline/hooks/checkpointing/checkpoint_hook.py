@@ -149,16 +149,17 @@ class CheckpointHook(SavingHook):
     """Saves a checkpoint at the end of every N-th epoch, as `epoch_0003` in the run's folder.
 
     Args:
-        save_every_n_epochs: the number of epochs between checkpoints.
+        every: the number of epochs between checkpoints.
         keep: the number of newest checkpoints to keep; None: all.
         keep_every: of every M steps, also keep the first checkpoint for ever.
     """
 
+    every_name = "save_every_n_epochs"
     cost = "The time of a checkpoint at the end of every N-th epoch, and nothing in between."
 
     def __init__(
         self,
-        save_every_n_epochs: PositiveInt = 1,
+        every: PositiveInt = 1,
         keep: PositiveInt | None = None,
         keep_every: PositiveInt | None = None,
     ) -> None:
@@ -167,7 +168,7 @@ class CheckpointHook(SavingHook):
                 "CheckpointHook: keep=None keeps all checkpoints, so keep_every has no effect. "
                 "Pass keep as well, or remove keep_every."
             )
-        self._every = save_every_n_epochs
+        self._every = every
         self._retention = Retention(keep_last=-1 if keep is None else keep, keep_every=keep_every)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:

@@ -43,7 +43,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         save_last: save every time and at the end of training, and also keep the newest checkpoint,
             whatever its rank.
         save_on_train_epoch_end: save at the end of epochs instead of after validation.
-        every_n_steps: save every N steps instead, ranked by the latest value of the metric.
+        every: save every N steps instead, ranked by the latest value of the metric.
         every_n_epochs: save only in every N-th epoch.
         every_n_minutes: save every N minutes instead, at the end of a step.
         keep_last: also keep the N newest checkpoints, whatever their rank.
@@ -56,9 +56,10 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             one with all of the state, which another hook or a signal saves.
     """
 
+    every_name = "every_n_steps"
     cost = (
         "The time of a checkpoint when it saves; nothing between saves, or one comparison per step "
-        "with every_n_steps and every_n_minutes."
+        "with every and every_n_minutes."
     )
 
     def __init__(
@@ -68,7 +69,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         mode: Literal["min", "max"] = "min",
         save_last: bool = False,
         save_on_train_epoch_end: bool = False,
-        every_n_steps: PositiveInt | None = None,
+        every: PositiveInt | None = None,
         every_n_epochs: PositiveInt | None = None,
         every_n_minutes: PositiveFloat | None = None,
         keep_last: PositiveInt | None = None,
@@ -79,16 +80,16 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         save_weights_only: bool = False,
     ) -> None:
         _check_triggers(
-            every_n_steps=every_n_steps,
+            every=every,
             every_n_minutes=every_n_minutes,
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
         )
-        _check_retention(save_top_k, keep_last, keep_every, every_n_steps)
+        _check_retention(save_top_k, keep_last, keep_every, every)
         self._monitor, self._mode = monitor, mode
         self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
-        self._every_steps, self._every_minutes = every_n_steps, every_n_minutes
-        self._saves_between_steps = bool(every_n_steps or every_n_minutes)
+        self._every_steps, self._every_minutes = every, every_n_minutes
+        self._saves_between_steps = bool(every or every_n_minutes)
         self._last_time = monotonic()  # not saved: a resumed run counts minutes from its own start
         self._filename = _Filename(filename, insert_names=auto_insert_metric_name)
         self._folder = None if folder is None else user_path(folder)
@@ -298,7 +299,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 def _check_triggers(**options: Any) -> None:
     """Raise if two options determine when to save, and neither refines the other."""
     given = [name for name, value in options.items() if value]
-    if len(given) > 1 and given[0] in ("every_n_steps", "every_n_minutes"):
+    if len(given) > 1 and given[0] in ("every", "every_n_minutes"):
         raise ConfigError(
             f"ModelCheckpoint: {given[0]} and {given[1]} both determine when to save. Pass one of "
             "them, or add two hooks."
@@ -306,7 +307,7 @@ def _check_triggers(**options: Any) -> None:
 
 
 def _check_retention(
-    save_top_k: int, keep_last: int | None, keep_every: int | None, every_n_steps: int | None
+    save_top_k: int, keep_last: int | None, keep_every: int | None, every: int | None
 ) -> None:
     """Raise if an option has no effect, because all checkpoints are kept."""
     extra = {"keep_last": keep_last, "keep_every": keep_every}
@@ -316,10 +317,10 @@ def _check_retention(
                 f"ModelCheckpoint: save_top_k=-1 keeps all checkpoints, so {name} has no effect. "
                 f"Pass a smaller save_top_k, or remove {name}."
             )
-    if keep_every is not None and every_n_steps is not None and keep_every <= every_n_steps:
+    if keep_every is not None and every is not None and keep_every <= every:
         raise ConfigError(
             f"ModelCheckpoint: keep_every={keep_every} keeps all checkpoints, because "
-            f"every_n_steps={every_n_steps} saves one in that many steps. Pass a larger "
+            f"every={every} saves one in that many steps. Pass a larger "
             "keep_every, or save_top_k=-1."
         )
 

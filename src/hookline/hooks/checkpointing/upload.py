@@ -18,9 +18,7 @@ from hookline.checkpoint.atomic_files import (
     TEMPORARY,
     hash_file,
     hash_stream,
-    remove_leftovers,
     sync,
-    temporary_folder,
 )
 from hookline.checkpoint.catalog import read_manifest, read_pointers
 from hookline.checkpoint.remote import import_fsspec
@@ -32,7 +30,6 @@ from hookline.hook import HookGroup
 from hookline.hooks.background_worker import BackgroundWorker
 from hookline.loop.loop import loop_of
 from hookline.options import BuiltIn
-from hookline.printable import printable
 
 log = logging.getLogger("hookline")
 
@@ -74,8 +71,7 @@ class UploadHook(BuiltIn):
         max_waiting: PositiveInt = 8,
         keep_local: bool = True,
     ) -> None:
-        address = str(destination)
-        self._destination = Remote(address) if "://" in address else Folder(Path(address))
+        self._destination = Destination(str(destination))
         self._retries, self._backoff = retries, backoff
         self._timeout, self._max_waiting = timeout, max_waiting
         self._keep_local = keep_local
@@ -193,7 +189,7 @@ class UploadHook(BuiltIn):
                 del self._copied[path]
 
 
-# -- destinations: a folder, or a filesystem that fsspec supports ---------------------------------
+# -- the destination ------------------------------------------------------------------------------
 #
 # A copy is made under a temporary name, compared with the original, and then renamed, with
 # `manifest.json` last: an incomplete copy is never mistaken for a checkpoint.
@@ -256,61 +252,27 @@ class Bundle:
         return f"{name}/{item.name}" if self.is_folder else name
 
 
-class Folder:
-    """A local or mounted folder to copy checkpoints to. Existing files are not overwritten."""
+class Destination:
+    """A folder, or a URL of an object store, through fsspec. Existing files are not overwritten."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = user_path(root).absolute()
+    def __init__(self, address: str) -> None:
+        self._is_local = "://" not in address
+        self._address = str(user_path(address).absolute()) if self._is_local else address
+        self._import_fsspec()
 
-    def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
-        """Copy into a temporary folder, verify, rename; return the path of the copy."""
-        _check_name(under)
-        parent = self._root / under
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(parent)
-        with temporary_folder(parent, bundle.name) as temporary:
-            copy = temporary / bundle.name
-            if bundle.is_folder:
-                copy.mkdir()
-            for item in bundle.items:
-                target = temporary / bundle.path_of(item, bundle.name)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    _copy(item.source, file, is_stopped)
-                sync(target)
-                _compare(item, str(target), target.stat().st_size, hash_file(target))
-            sync(copy)
-            final = self._place(bundle, copy, parent)
-        sync(parent)
-        return str(final)
-
-    def _place(self, bundle: Bundle, copy: Path, parent: Path) -> Path:
-        for name in bundle.names():
-            final = parent / name
-            if not final.exists():
-                return copy.rename(final)
-            if self._has_copy(bundle, parent, name):
-                return final
-        raise AssertionError
-
-    def _has_copy(self, bundle: Bundle, parent: Path, name: str) -> bool:
-        paths = [(item, parent / bundle.path_of(item, name)) for item in bundle.items]
-        return all(
-            p.is_file() and not p.is_symlink() and hash_file(p) == item.hash for item, p in paths
-        )
-
-
-class Remote:
-    """A filesystem of fsspec, such as an object store. Existing files are not overwritten."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        import_fsspec(url, "Checkpoints cannot be copied to")
+    def _import_fsspec(self) -> Any:
+        url = "file://" if self._is_local else self._address
+        return import_fsspec(url, "Checkpoints cannot be copied to")
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy under a temporary name, verify, and move file by file, the manifest last."""
-        _check_name(under)
-        fs, root = import_fsspec(self._url, "Checkpoints cannot be copied to").url_to_fs(self._url)
+        if under and not is_plain_name(under):
+            raise CheckpointError(
+                f"The id of the run is '{under}', which is not a plain name: nothing is copied to "
+                "the destination."
+            )
+        fsspec, root = self._import_fsspec(), self._address
+        fs, root = (fsspec.filesystem("file"), root) if self._is_local else fsspec.url_to_fs(root)
         parent = "/".join(part for part in (root.rstrip("/"), under) if part)
         temporary = f"{parent}/{TEMPORARY}{bundle.name}"
         fs.invalidate_cache()
@@ -320,47 +282,51 @@ class Remote:
                 fs.makedirs(target.rpartition("/")[0], exist_ok=True)
                 with fs.open(target, "wb") as file:
                     _copy(item.source, file, is_stopped)
-                _compare(item, target, fs.info(target)["size"], _remote_digest(fs, target))
+                self._sync(target)
+                _compare(item, target, fs.info(target)["size"], _digest(fs, target))
             name = self._place(fs, bundle, temporary, parent)
         finally:
             with suppress(Exception):  # keep the first error
                 fs.rm(temporary, recursive=True)
-        return "/".join(part for part in (self._url.rstrip("/"), under, name) if part)
+        self._sync(parent)
+        return "/".join(part for part in (self._address.rstrip("/"), under, name) if part)
 
     def _place(self, fs: Any, bundle: Bundle, temporary: str, parent: str) -> str:
         for name in bundle.names():
             final = f"{parent}/{name}"
             if fs.exists(final) and not _is_unfinished(fs, bundle, final):
-                if self._has_copy(fs, bundle, parent, name):
+                if _has_copy(fs, bundle, parent, name):
                     return name
                 continue
             for item in bundle.items:
                 target = f"{parent}/{bundle.path_of(item, name)}"
-                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+                folder = target.rpartition("/")[0]
+                fs.makedirs(folder, exist_ok=True)
                 fs.mv(f"{temporary}/{item.name}", target)
+                self._sync(folder)
                 size = fs.info(target)["size"]
                 _compare(item, target, size, item.hash)  # its hash was checked before it was moved
             return name
         raise AssertionError
 
-    def _has_copy(self, fs: Any, bundle: Bundle, parent: str, name: str) -> bool:
-        paths = [(item, f"{parent}/{bundle.path_of(item, name)}") for item in bundle.items]
-        return all(fs.isfile(p) and _remote_digest(fs, p) == item.hash for item, p in paths)
+    def _sync(self, path: str) -> None:
+        """Have a file or folder survive a power failure: the original may be removed afterwards."""
+        if self._is_local:
+            sync(Path(path))
+
+
+def _has_copy(fs: Any, bundle: Bundle, parent: str, name: str) -> bool:
+    paths = [(item, f"{parent}/{bundle.path_of(item, name)}") for item in bundle.items]
+    return all(
+        fs.isfile(path) and not fs.info(path).get("islink") and _digest(fs, path) == item.hash
+        for item, path in paths
+    )
 
 
 def _is_unfinished(fs: Any, bundle: Bundle, final: str) -> bool:
     """Return whether this is left from an interrupted upload: files without a manifest."""
     ours = bundle.is_folder and any(item.name == _MANIFEST for item in bundle.items)
     return ours and not fs.isfile(final) and not fs.exists(f"{final}/{_MANIFEST}")
-
-
-def _check_name(under: str) -> None:
-    """Raise unless the folder for copies is the destination itself or a plain name in it."""
-    if under and not is_plain_name(under):
-        raise CheckpointError(
-            f"The id of the run is '{printable(under)}', which is not a plain name: nothing is "
-            "copied to the destination."
-        )
 
 
 def _copy(source: Path, target: Any, is_stopped: Callable[[], bool]) -> None:
@@ -371,7 +337,7 @@ def _copy(source: Path, target: Any, is_stopped: Callable[[], bool]) -> None:
             target.write(chunk)
 
 
-def _remote_digest(fs: Any, path: str) -> str:
+def _digest(fs: Any, path: str) -> str:
     with fs.open(path, "rb") as file:
         return hash_stream(file)
 

@@ -59,15 +59,17 @@ class DebugHook(BuiltIn):
     checked at the end of the step.
 
     Args:
-        break_on_nan: break into a debugger; False: only warn.
+        break_on_nan: break into a debugger, as `action="break"` does; False: stop training.
         log_shapes: log the structure of each loader's first batch, and again when it changes.
-        action: overrides `break_on_nan`: `warn`; `stop` training, skipping the current step; or
-            `break` into the debugger that `breakpoint()` starts, and stop if there is no terminal.
+        action: overrides `break_on_nan`: `stop` training with the message, skipping the current
+            step; `warn` and go on; or `break` into the debugger that `breakpoint()` starts, and
+            stop if there is no terminal.
         check: what to check in every step. Nonfinite parameters make the next loss nonfinite, and
             are named then; with `"parameters"` they are found in the step that caused them.
-        every_n_steps: check only every N steps.
+        every: check only every N steps.
     """
 
+    every_name = "every_n_steps"
     cost = (
         "Waits for the device once per batch for the loss, and once per step for each of gradients "
         "and parameters, whose norms it computes. Keeps the model's inputs until the step ends. "
@@ -84,15 +86,15 @@ class DebugHook(BuiltIn):
         log_shapes: bool = False,
         action: Literal["warn", "stop", "break"] | None = None,
         check: list[Check] | tuple[Check, ...] = DEFAULT_CHECKS,
-        every_n_steps: PositiveInt = 1,
+        every: PositiveInt = 1,
     ) -> None:
         if not check and not log_shapes:
             raise ConfigError(
                 "DebugHook has nothing to do: 'check' is empty and 'log_shapes' is off."
             )
-        self._action = action or ("break" if break_on_nan else "warn")
+        self._action = action or ("break" if break_on_nan else "stop")
         self._log_shapes = log_shapes
-        self._every = every_n_steps
+        self._every = every
         self._structures: dict[str, str] = {}
         self._check = frozenset(check)
         self._reset()

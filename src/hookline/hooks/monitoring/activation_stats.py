@@ -21,19 +21,20 @@ class ActivationStats(TrainingMonitor, ForwardHook):
     number. Real and imaginary parts of complex numbers are counted as separate values.
 
     Args:
-        log_interval: log every N batches, starting with the first.
+        every: log every N batches, starting with the first.
     """
 
+    every_name = "log_interval"
     cost = "Two reductions of each output in the batches it logs, without waiting for the device."
 
-    def __init__(self, log_interval: PositiveInt = 100) -> None:
-        self.log_interval = log_interval
+    def __init__(self, every: PositiveInt = 100) -> None:
+        self.every = every
         self._batches = 0
 
     def __call__(self, activations: Any, trainer: Any = None) -> None:
         """Log the statistics every N batches."""
         self._batches += 1
-        if (self._batches - 1) % self.log_interval:
+        if (self._batches - 1) % self.every:
             return
         for name, tensor in _named(activations):
             if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HookConfigError
 from hookline.hooks.monitoring.monitor_bases import ModuleMonitor
+from hookline.probes.attention import FunctionWatch, heads_of
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 
 _FUSED = torch.nn.functional.scaled_dot_product_attention
-_MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
-_MULTI_HEAD_SIGNATURE = inspect.signature(_MULTI_HEAD)
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
 _BLOCK = 1 << 22  # logits that are computed at once
 
@@ -51,14 +46,13 @@ class AttentionMonitor(ModuleMonitor):
     Args:
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
             themselves; None for all whose class is called `…Attention…` or `…Attn…`, the innermost.
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
         per_head: log each head, too, as `attention/<module>/head_<i>/<measure>`.
         recompute: compute the logits of fused attention once more, for exact values.
     """
 
     cost = (
-        "In the first batch of a step with a report, norms of queries and keys (which "
-        "`nn.MultiheadAttention` does not show: they are computed once more), or three passes "
+        "In the first batch of a step with a report, norms of queries and keys, or three passes "
         "over the logits where they are shown, and one wait for the device; in other steps about "
         "two microseconds per call of an attention module. `recompute` is about another forward of "
         "the attention."
@@ -70,13 +64,13 @@ class AttentionMonitor(ModuleMonitor):
     def __init__(
         self,
         modules: Which | None = None,
-        log_frequency: PositiveInt = 100,
+        every: PositiveInt = 100,
         *,
         per_head: bool = False,
         recompute: bool = False,
     ) -> None:
         super().__init__(modules)
-        self.log_frequency = log_frequency
+        self.every = every
         self.per_head = per_head
         self.recompute = recompute
         self._reset_results()
@@ -101,7 +95,7 @@ class AttentionMonitor(ModuleMonitor):
     def before(self, call: Call) -> None:
         """Watch the operations within a module, if its call is measured."""
         if self.is_due(call) and not call.compiled and call.module is not None:
-            calls = AttentionCalls(_heads_of(call.module), recompute=self.recompute)
+            calls = AttentionCalls(heads_of(call.module), recompute=self.recompute)
             calls.start(call.module)
             call.saved = calls
             self._running.append(calls)
@@ -156,15 +150,6 @@ class AttentionMonitor(ModuleMonitor):
         return f"AttentionMonitor saw no attention in {modules}: {why}. They are not measured."
 
 
-def _heads_of(module: nn.Module | None) -> int | None:
-    """Return the number of a module's heads, where an attribute has it."""
-    for name in ("num_heads", "num_attention_heads", "n_head", "n_heads"):
-        heads = getattr(module, name, None)
-        if isinstance(heads, int) and heads > 0:
-            return heads
-    return None
-
-
 def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules with an attention class that contain no other such module."""
     named = {
@@ -183,7 +168,7 @@ def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class LogitStatistics:
-    """What was measured of the attention in one call of a module, by head."""
+    """Measurements of the attention in one call of a module, by head."""
 
     def __init__(self) -> None:
         self._largest: Tensor | None = None
@@ -227,7 +212,7 @@ class LogitStatistics:
             self._bound = torch.maximum(self._bound, bound)
 
 
-class AttentionCalls(TorchFunctionMode):
+class AttentionCalls(FunctionWatch):
     """Measures softmax and fused attention in one call of a module; nothing is changed.
 
     A failure of a measurement is kept as `error`, so that the module does not fail. The number of
@@ -240,50 +225,17 @@ class AttentionCalls(TorchFunctionMode):
         self.error: Exception | None = None
         self._heads = heads
         self._recompute = recompute
-        self._handle: RemovableHandle | None = None
-        self._active = ExitStack()
 
-    def start(self, module: nn.Module) -> None:
-        """Watch a module's call that begins, until it ends or raises, or until `stop`."""
-        # A hook of its own, since the monitor may be disabled within the call. If the module
-        # raises, only the last hook may be removed while PyTorch calls them: this one.
-        self._handle = module.register_forward_hook(lambda *_: self.stop(), always_call=True)
-        self._active.enter_context(self)
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            active = self._active.pop_all()
-            if self in _get_current_function_mode_stack():
-                active.close()
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def see(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call a function; measure it first if it is attention."""
-        kwargs = kwargs or {}
-        if not torch.compiler.is_compiling():
-            try:
-                self._measure(func, args, kwargs)
-            except Exception as error:
-                self.error = error
+        try:
+            if func is _FUSED:
+                self._measure_fused(*args, **kwargs)
+            elif func in _SOFTMAX:
+                self._measure_softmax(*args, **kwargs)
+        except Exception as error:
+            self.error = error
         return func(*args, **kwargs)
-
-    def _measure(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        if func is _FUSED:
-            self._measure_fused(*args, **kwargs)
-        elif func is _MULTI_HEAD:  # what it calls is not seen
-            self._measure_multi_head(*args, **kwargs)
-        elif func in _SOFTMAX:
-            self._measure_softmax(*args, **kwargs)
 
     @torch.no_grad()
     def _measure_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
@@ -297,17 +249,6 @@ class AttentionCalls(TorchFunctionMode):
         logits = logits.flatten(1, -3)  # queries may be grouped by keys
         rows = _rows_of_block(logits[..., 0, :].numel())
         self.statistics.add_logits(logits.split(rows, -2))
-
-    @torch.no_grad()
-    def _measure_multi_head(self, *args: Any, **kwargs: Any) -> None:
-        call = _MULTI_HEAD_SIGNATURE.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        query, key = _project(given)
-        mask = _join_masks(given, query, key)
-        factor = 1 / math.sqrt(query.shape[-1])
-        exact = given["need_weights"] or self._recompute
-        self._measure_pair(query, key, factor, mask, exact=exact, is_causal=False)
 
     @torch.no_grad()
     def _measure_fused(
@@ -331,7 +272,7 @@ class AttentionCalls(TorchFunctionMode):
         if mask is not None:
             mask = mask.detach().expand(*query.shape[:-1], key.shape[-2])
             mask = _with_heads(mask, self._heads)
-        self._measure_pair(q, k, factor, mask, exact=self._recompute, is_causal=is_causal)
+        self._measure_pair(q, k, factor, mask, is_causal=is_causal)
 
     def _measure_pair(
         self,
@@ -340,13 +281,12 @@ class AttentionCalls(TorchFunctionMode):
         factor: float,
         mask: Tensor | None,
         *,
-        exact: bool,
         is_causal: bool,
     ) -> None:
         """Measure the logits of queries and keys, or a bound of them."""
         if not query.numel() or not key.numel():
             return
-        if exact:
+        if self._recompute:
             with torch.autocast(query.device.type, enabled=False):
                 blocks = _logit_blocks(query, key, factor, mask, is_causal=is_causal)
                 self.statistics.add_logits(blocks)
@@ -355,51 +295,6 @@ class AttentionCalls(TorchFunctionMode):
         if mask is not None and mask.dtype is not torch.bool:  # may be a bias
             bound = bound + mask.float().amax((0, 2, 3))
         self.statistics.add_bound(bound)
-
-
-def _project(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the queries and keys of `multi_head_attention_forward`, by batch and head."""
-    heads = given["num_heads"]
-    weights = given["q_proj_weight"], given["k_proj_weight"]
-    if not given["use_separate_proj_weight"]:
-        weights = given["in_proj_weight"].chunk(3)[:2]
-    bias = given["in_proj_bias"]
-    biases = (None, None) if bias is None else bias.chunk(3)[:2]
-    found: list[Tensor] = []
-    for tensor, weight, own_bias in zip(
-        (given["query"], given["key"]), weights, biases, strict=True
-    ):
-        batched = tensor if tensor.ndim == 3 else tensor.unsqueeze(1)  # positions, batch, features
-        found.append(torch.nn.functional.linear(batched, weight, own_bias).detach())
-    query, key = found
-    if given["bias_k"] is not None:  # one more key
-        key = torch.cat([key, given["bias_k"].detach().expand(1, *key.shape[1:]).to(key.dtype)])
-    if given["add_zero_attn"]:
-        key = torch.nn.functional.pad(key, (0, 0, 0, 0, 0, 1))
-    query, key = (one.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for one in (query, key))
-    return query, key
-
-
-def _join_masks(given: Mapping[str, Any], query: Tensor, key: Tensor) -> Tensor | None:
-    """Return what `multi_head_attention_forward` adds to the logits."""
-    mask, padding = given["attn_mask"], given["key_padding_mask"]
-    joined: Tensor | None = None
-    if mask is not None:
-        joined = _as_addend(mask)
-        joined = joined.view(-1, query.shape[1] if mask.ndim == 3 else 1, *mask.shape[-2:])
-    if padding is not None:
-        added = _as_addend(padding).view(len(query), 1, 1, -1)
-        joined = added if joined is None else joined + added
-    if joined is None:
-        return None
-    return torch.nn.functional.pad(joined, (0, key.shape[-2] - joined.shape[-1]))
-
-
-def _as_addend(mask: Tensor) -> Tensor:
-    mask = mask.detach()
-    if mask.dtype is not torch.bool:
-        return mask
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(mask, -math.inf)
 
 
 def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:

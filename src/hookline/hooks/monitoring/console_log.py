@@ -26,9 +26,10 @@ class ConsoleLogHook(BuiltIn):
     there is a line every N steps, with the step's loss.
 
     Args:
-        log_every_n_batches: print every N batches of a loader, starting with the first.
+        every: print every N batches of a loader, starting with the first.
     """
 
+    every_name = "log_every_n_batches"
     cost = "Keeps each loss; when it prints, it reads those since the last line and waits for them."
     hookline_group = HookGroup.WRITER
     ranks = "main"
@@ -36,8 +37,8 @@ class ConsoleLogHook(BuiltIn):
         {"on_train_batch_end", "on_epoch_end", "on_validation_end"}
     )
 
-    def __init__(self, log_every_n_batches: PositiveInt = 10) -> None:
-        self._every = int(log_every_n_batches)  # of numpy, too
+    def __init__(self, every: PositiveInt = 10) -> None:
+        self._every = int(every)  # of numpy, too
         self._losses: deque[LazyFloat] = deque(maxlen=min(self._every, MAX_LOSSES))
         self._has_batches = False
 

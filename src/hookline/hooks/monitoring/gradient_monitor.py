@@ -14,7 +14,7 @@ from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.loop.processes import is_main_process
 from hookline.tensors.device_numbers import read_tensors
-from hookline.tensors.tensor_statistics import merge_ranks
+from hookline.tensors.statistics import merge_ranks
 
 log = logging.getLogger("hookline")
 
@@ -41,7 +41,7 @@ class GradientMonitor(ParameterMonitor):
     is repeated for a layer only after its gradient has recovered.
 
     Args:
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
         log_norm: log norms.
         log_histogram: log histograms, from minus to plus the largest magnitude.
         percentiles: the percentiles to log, from 0 to 100.
@@ -66,7 +66,7 @@ class GradientMonitor(ParameterMonitor):
 
     def __init__(
         self,
-        log_frequency: PositiveInt = 100,
+        every: PositiveInt = 100,
         log_norm: bool = True,
         log_histogram: bool = False,
         percentiles: list[Percentile] | None = None,
@@ -78,7 +78,7 @@ class GradientMonitor(ParameterMonitor):
         vanishing: PositiveFloat | None = 1e-7,
         exploding: PositiveFloat | None = 1e3,
     ) -> None:
-        super().__init__(log_frequency, param_filter)
+        super().__init__(every, param_filter)
         self.log_norm = log_norm
         self.log_histogram = log_histogram
         self.percentiles = list(percentiles or ())
@@ -104,7 +104,7 @@ class GradientMonitor(ParameterMonitor):
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
     ) -> None:
         """Measure the gradients of one optimizer, without waiting for the device."""
-        if (step + 1) % self.log_frequency:
+        if (step + 1) % self.every:
             return
         self._step = step + 1
         gradients = MonitoredParameters(optimizers[optimizer_idx], self.names_in(model))

@@ -51,12 +51,13 @@ class GradientNoiseScale(TrainingMonitor):
     there, the gradient of a micro-batch exists nowhere.
 
     Args:
-        log_frequency: measure every N optimizer steps.
+        every: measure every N optimizer steps.
         decay: how much of an average stays when a new estimate comes.
         batch_size: the samples in a micro-batch; None: the size of the first dimension of the
             batch, where the loop provides its batches.
     """
 
+    every_name = "log_frequency"
     cost = (
         "Nothing in steps without a report. In those, a norm of each parameter's gradient in each "
         "backward, and one wait for the device; with several processes one small collective."
@@ -65,11 +66,11 @@ class GradientNoiseScale(TrainingMonitor):
 
     def __init__(
         self,
-        log_frequency: PositiveInt = 10,
+        every: PositiveInt = 10,
         decay: Annotated[float, Field(ge=0, lt=1)] = 0.95,
         batch_size: PositiveInt | None = None,
     ) -> None:
-        self.log_frequency = log_frequency
+        self.every = every
         self.decay = decay
         self.batch_size = batch_size
         self._signal, self._variance, self._weight = 0.0, 0.0, 0.0
@@ -116,7 +117,7 @@ class GradientNoiseScale(TrainingMonitor):
 
     def on_before_forward(self, step: int, optimizers: list[Any], trainer: Any) -> None:
         """Watch the gradients of the backward that follows, if the step is due."""
-        if (step + 1) % self.log_frequency or self._warned:
+        if (step + 1) % self.every or self._warned:
             return
         if self._step != step:
             self._forget()  # a step whose end was not seen

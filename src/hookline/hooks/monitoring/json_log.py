@@ -8,14 +8,13 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.arguments import user_path
+from hookline.arguments import show_value, user_path
 from hookline.checkpoint.catalog import is_count
 from hookline.context import LazyFloat
 from hookline.errors import CheckpointError
 from hookline.hook import HookGroup
 from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
-from hookline.printable import printable
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now
@@ -34,11 +33,12 @@ class JSONLogHook(BuiltIn):
     beside the file, because their steps are trained again.
 
     Args:
-        log_every_n_batches: write every N batches of a loader, starting with the first.
+        every: write every N batches of a loader, starting with the first.
         path: the file; None: `log.jsonl` in the run's folder, or in the current folder if there is
             no run. Lines are appended to an existing file.
     """
 
+    every_name = "log_every_n_batches"
     cost = "Reads and waits for the loss of the batches that it writes; one system call per line."
     hookline_group = HookGroup.WRITER
     ranks = "main"
@@ -46,10 +46,8 @@ class JSONLogHook(BuiltIn):
         {"on_train_batch_end", "on_epoch_end", "on_validation_end", "on_checkpoint_save"}
     )
 
-    def __init__(
-        self, log_every_n_batches: PositiveInt = 100, path: str | Path | None = None
-    ) -> None:
-        self._every = log_every_n_batches
+    def __init__(self, every: PositiveInt = 100, path: str | Path | None = None) -> None:
+        self._every = every
         self._requested_path = None if path is None else user_path(path)
         self._file: JsonlFile | None = None
         self._failed = self._has_batches = False
@@ -69,7 +67,7 @@ class JSONLogHook(BuiltIn):
             CheckpointError: The position is not the size of a file.
         """
         if not is_count(state.get("size", 0)):
-            raise CheckpointError(f"The size of the log is {printable(state['size'], 40)}.")
+            raise CheckpointError(f"The size of the log is {show_value(state['size'])}.")
         self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:

@@ -37,12 +37,13 @@ class LogitMonitor(TrainingMonitor):
     that the loss ignores. Where there are no logits, a warning says so once.
 
     Args:
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
         class_dim: the dimension of the classes; None: the second one of outputs with four or more
             dimensions, such as those for the pixels of images, and the last one of others.
         max_positions: measure at most so many positions, evenly spaced.
     """
 
+    every_name = "log_frequency"
     cost = (
         "Nothing in steps without a report. A report takes a few passes over the logits of up to "
         "`max_positions` positions, without waiting for the device."
@@ -50,11 +51,11 @@ class LogitMonitor(TrainingMonitor):
 
     def __init__(
         self,
-        log_frequency: PositiveInt = 50,
+        every: PositiveInt = 50,
         class_dim: int | None = None,
         max_positions: PositiveInt = 256,
     ) -> None:
-        self.log_frequency = log_frequency
+        self.every = every
         self.class_dim = class_dim
         self.max_positions = max_positions
         self._values: dict[str, Tensor] = {}
@@ -66,7 +67,7 @@ class LogitMonitor(TrainingMonitor):
 
     def on_after_forward(self, outputs: Any, step: int) -> None:
         """Measure the logits of a step's first batch, without waiting for the device."""
-        if (step + 1) % self.log_frequency or self._step == step:
+        if (step + 1) % self.every or self._step == step:
             return
         self._values, self._step = {}, step
         logits = _find_logits(outputs)

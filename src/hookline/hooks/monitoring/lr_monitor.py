@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from pydantic import PositiveInt
 
 from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
 
@@ -21,27 +22,28 @@ class LRMonitor(TrainingMonitor):
     Args:
         log_momentum: also log momentum; for optimizers like Adam, the first of the betas.
         log_weight_decay: also log weight decay.
-        frequency: log in every step, or log the values of the last step at the end of each epoch.
-            Nothing is logged for a skipped step.
+        every: log in every `"step"`, in every N-th step, or at the end of each `"epoch"` the values
+            of its last step. Nothing is logged for a skipped step.
     """
 
     cost = (
         "Reads the optimizers' settings in every step; an lr on a device is copied without waiting."
     )
     ranks = "main"
+    every_name = "frequency"
 
     def __init__(
         self,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
-        frequency: Literal["step", "epoch"] = "step",
+        every: Literal["step", "epoch"] | PositiveInt = "step",
     ) -> None:
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self.frequency = frequency
+        self.every = every
         self._used: dict[str, Any] = {}
         # The other event is turned off, so that a bare loop need not provide epochs.
-        self.__dict__["on_epoch_end" if frequency == "step" else "on_step_end"] = None
+        self.__dict__["on_step_end" if every == "epoch" else "on_epoch_end"] = None
 
     def on_train_start(self) -> None:
         self._used = {}
@@ -57,8 +59,9 @@ class LRMonitor(TrainingMonitor):
                 is_tensor = isinstance(value, torch.Tensor)
                 self._used[f"{kind}/{suffix}"] = value.detach().clone() if is_tensor else value
 
-    def on_step_end(self, trainer: Any) -> None:
-        self._log(trainer)
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if self.every == "step" or step % int(self.every) == 0:
+            self._log(trainer)
         self._used = {}
 
     def on_epoch_end(self, trainer: Any) -> None:

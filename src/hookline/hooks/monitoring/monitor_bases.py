@@ -16,7 +16,7 @@ from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.parameter_names import named_parameters
-from hookline.tensors.tensor_statistics import Columns, TensorStatistics
+from hookline.tensors.statistics import Columns, TensorStatistics
 
 log = logging.getLogger("hookline")
 
@@ -41,8 +41,9 @@ class ModuleMonitor(TrainingMonitor, Probe):
     """
 
     wants_input = False
+    every_name = "log_frequency"
     prefix: ClassVar[str] = ""
-    log_frequency: int = 1
+    every: int = 1
     _results: ClassVar[tuple[str, ...]] = ("_measured", "_step", "_unseen", "_warned")
 
     def _reset_results(self) -> None:
@@ -53,7 +54,7 @@ class ModuleMonitor(TrainingMonitor, Probe):
 
     def is_due(self, call: Call) -> bool:
         """Return whether a call is measured; forget those of an earlier step."""
-        if call.step is not None and (call.step + 1) % self.log_frequency:
+        if call.step is not None and (call.step + 1) % self.every:
             return False
         if call.step != self._step:
             self._measured, self._step = {}, call.step
@@ -100,8 +101,10 @@ class ParameterMonitor(TrainingMonitor):
     A subclass keeps what it measures of a step in `_measured`, by the optimizer's number.
     """
 
-    def __init__(self, log_frequency: int, param_filter: list[str] | None) -> None:
-        self.log_frequency = log_frequency
+    every_name = "log_frequency"
+
+    def __init__(self, every: int, param_filter: list[str] | None) -> None:
+        self.every = every
         self.param_filter = param_filter
         self._names: dict[int, str] | None = None
         self._measured: dict[int, Any] = {}

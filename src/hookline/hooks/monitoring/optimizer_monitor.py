@@ -14,7 +14,7 @@ from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.sharded import local
-from hookline.tensors.tensor_statistics import merge_ranks
+from hookline.tensors.statistics import merge_ranks
 
 
 class OptimizerMonitor(ParameterMonitor):
@@ -41,7 +41,7 @@ class OptimizerMonitor(ParameterMonitor):
     not reported, and a ratio is omitted where what it is divided by is zero.
 
     Args:
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
         param_filter: monitor only parameters that match one of these, as in `GradientMonitor`.
         rms_ratio: log `rms_ratio`.
         updates: log `update_ratio` and `effective_lr`.
@@ -55,7 +55,7 @@ class OptimizerMonitor(ParameterMonitor):
 
     def __init__(
         self,
-        log_frequency: PositiveInt = 50,
+        every: PositiveInt = 50,
         param_filter: list[str] | None = None,
         *,
         rms_ratio: bool = True,
@@ -66,7 +66,7 @@ class OptimizerMonitor(ParameterMonitor):
                 "OptimizerMonitor has nothing to report: rms_ratio and updates are off. Turn one "
                 "of them on, or remove the hook."
             )
-        super().__init__(log_frequency, param_filter)
+        super().__init__(every, param_filter)
         self.rms_ratio = rms_ratio
         self.updates = updates
         self._step: int | None = None
@@ -75,7 +75,7 @@ class OptimizerMonitor(ParameterMonitor):
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
     ) -> None:
         """Copy the weights that the step is going to change."""
-        if (step + 1) % self.log_frequency:
+        if (step + 1) % self.every:
             return
         if self._step != step:
             self._measured.clear()

@@ -46,7 +46,7 @@ class OutlierMonitor(ModuleMonitor):
         modules: which modules: names, globs, regular expressions, types, predicates, or modules
             themselves; None for the layers of the model (what its outermost `ModuleList`s and
             `Sequential`s contain) and its activation functions that are modules.
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
         tau: the threshold of dormant units.
         rank_samples: the number of positions that the effective rank is computed from; 0: no rank.
     """
@@ -63,13 +63,13 @@ class OutlierMonitor(ModuleMonitor):
     def __init__(
         self,
         modules: Which | None = None,
-        log_frequency: PositiveInt = 100,
+        every: PositiveInt = 100,
         *,
         tau: Annotated[float, Field(ge=0, lt=1)] = 0.025,
         rank_samples: Annotated[int, Field(ge=0)] = 128,
     ) -> None:
         super().__init__(modules)
-        self.log_frequency = log_frequency
+        self.every = every
         self.tau = tau
         self.rank_samples = rank_samples
         self._reset_results()

@@ -38,9 +38,10 @@ class RuntimeProfile(BuiltIn):
     one, `profile/memory_resident_mb` is the memory of the process.
 
     Args:
-        log_frequency: report every N optimizer steps.
+        every: report every N optimizer steps.
     """
 
+    every_name = "log_frequency"
     cost = (
         "Reads a clock, or on an accelerator records an event, five times per batch; it does not "
         "wait for the device."
@@ -55,8 +56,8 @@ class RuntimeProfile(BuiltIn):
         }
     )
 
-    def __init__(self, log_frequency: PositiveInt = 50) -> None:
-        self.log_frequency = log_frequency
+    def __init__(self, every: PositiveInt = 50) -> None:
+        self.every = every
         self._begin(torch.device("cpu"), 0, 0)
 
     def _begin(self, device: torch.device, step: int, tokens_seen: int) -> None:
@@ -160,7 +161,7 @@ class RuntimeProfile(BuiltIn):
         if not self._has_batches and self._completes_step:
             self._clock.lap((self._loader, "optimizer"))
             self._completes_step = False
-        if step % self.log_frequency == 0 and step != self._reported:
+        if step % self.every == 0 and step != self._reported:
             self._reported = step
             for name, value in self._report():
                 trainer.log(name, value)

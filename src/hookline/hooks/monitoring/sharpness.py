@@ -42,10 +42,11 @@ class Sharpness(TrainingMonitor):
     the loss of a batch again. Sharded (FSDP2) and half-precision parameters are refused.
 
     Args:
-        log_frequency: measure every N optimizer steps.
+        every: measure every N optimizer steps.
         distance: how far the weights are moved, relative to their norm.
     """
 
+    every_name = "log_frequency"
     cost = (
         "Nothing in steps without a report. In those, one more forward and backward (two under "
         "gradient accumulation or `optimizer_every`), a copy of the weights and of the gradients, "
@@ -54,10 +55,10 @@ class Sharpness(TrainingMonitor):
 
     def __init__(
         self,
-        log_frequency: PositiveInt = 200,
+        every: PositiveInt = 200,
         distance: Annotated[float, Field(gt=0, le=0.1)] = 1e-3,
     ) -> None:
-        self.log_frequency = log_frequency
+        self.every = every
         self.distance = distance
         self._checked = False
         self._step: int | None = None
@@ -96,7 +97,7 @@ class Sharpness(TrainingMonitor):
     def on_train_batch_start(
         self, trainer: Any, batch: Any, step: int, optimizers: list[Any]
     ) -> None:
-        if (step + 1) % self.log_frequency == 0:
+        if (step + 1) % self.every == 0:
             if not self._checked:  # the hook was added during training
                 self._check(trainer, optimizers)
             self._forget()

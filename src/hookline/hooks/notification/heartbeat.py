@@ -27,14 +27,14 @@ WAIT_AT_END = 2.0
 
 
 class Heartbeat(BuiltIn):
-    """Writes a file or requests a URL every few seconds, as long as batches are processed.
+    """Writes a file or requests a URL every few seconds, as long as training advances.
 
-    The heartbeat comes from the training loop itself, at the end of a batch, or of a step in a bare
-    loop that does not load batches through its session, so it stops if a run hangs or dies. A run
-    needs attention if `time` is older than a few times `every_seconds` plus the duration of a
-    batch. The file is JSON and replaced atomically: `time` (seconds since 1970), `step`, `epoch`,
-    `status`, `pid` and `host`. When training ends, `status` shows how. A URL is requested with GET,
-    in the background, and only until training ends.
+    The heartbeat comes from the training loop itself, at the end of a step or of a batch of
+    validation, so it stops if a run hangs or dies. A run needs attention if `time` is older than a
+    few times `every_seconds` plus the duration of a step. The file is JSON and replaced atomically:
+    `time` (seconds since 1970), `step`, `epoch`, `status`, `pid` and `host`. When training ends,
+    `status` shows how. A URL is requested with GET, in the background, and only until training
+    ends.
 
     Args:
         path: the file; None: `heartbeat.json` in the run's folder, unless there is a `url`.
@@ -42,11 +42,11 @@ class Heartbeat(BuiltIn):
         every_seconds: the time between heartbeats.
     """
 
-    cost = "Reads a clock in every batch, and replaces a small file every `every_seconds`."
+    cost = "Reads a clock in every step, and replaces a small file every `every_seconds`."
     secret_options = frozenset({"url"})
     hookline_group = HookGroup.WRITER
     ranks = "main"
-    hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_batch_end"})
+    hookline_optional_events = frozenset({"on_validation_batch_end"})
 
     def __init__(
         self,
@@ -60,20 +60,15 @@ class Heartbeat(BuiltIn):
         self._due = 0.0
         self._path: Path | None = None
         self._sender: Sender | None = None
-        self._failed = self._has_batches = False
+        self._failed = False
 
     def on_train_start(self, trainer: Any) -> None:
         self._path = None
-        self._failed = self._has_batches = False
+        self._failed = False
         self._beat(trainer)
 
-    def on_train_batch_end(self, trainer: Any) -> None:
-        self._has_batches = True
-        if time.monotonic() >= self._due:
-            self._beat(trainer)
-
     def on_step_end(self, trainer: Any) -> None:
-        if not self._has_batches and time.monotonic() >= self._due:
+        if time.monotonic() >= self._due:
             self._beat(trainer)
 
     def on_validation_batch_end(self, trainer: Any) -> None:

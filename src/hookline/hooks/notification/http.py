@@ -3,9 +3,8 @@
 URLs may contain secrets, so nothing that is logged here contains more of one than its host. For the
 same reason errors are logged by their type, without their text.
 
-A redirected GET is followed. A redirected POST is followed where the server asks to repeat it
-(status 307 and 308). With another status it would become a GET without the message, so it is not
-followed, and the problem names the host. No request leaves HTTPS, and none has credentials.
+A redirect is not followed: it might lead out of HTTPS, and a POST would lose its message. What is
+logged names the host.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pydantic import SkipValidation
 
 from hookline.errors import ConfigError
 from hookline.hooks.background_worker import BackgroundWorker
-from hookline.printable import printable
 
 log = logging.getLogger("hookline")
 
@@ -93,23 +91,9 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
     from urllib.error import HTTPError, URLError  # here, because ssl takes a while to import
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-    class Redirects(HTTPRedirectHandler):
-        def redirect_request(
-            self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
-        ) -> Request | None:
-            leaves_https = req.type == "https" and urlsplit(newurl).scheme != "https"
-            if leaves_https or urlsplit(newurl).scheme not in ("http", "https"):
-                return None  # then the response is an error
-            if req.data is None:
-                return super().redirect_request(req, fp, code, msg, headers, newurl)
-            repeats = code in (307, 308)
-            return Request(newurl, data=req.data, headers=req.headers) if repeats else None
-
-        def http_error_302(self, req: Request, fp: Any, code: int, msg: str, headers: Any) -> Any:
-            try:
-                return super().http_error_302(req, fp, code, msg, headers)
-            except ValueError:  # the location is no URL
-                return None
+    class NoRedirects(HTTPRedirectHandler):
+        def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+            return None  # then the response is an error
 
         http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
 
@@ -118,7 +102,7 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
         headers["Content-Type"] = "application/json"
     try:
         request = Request(url, data=json, headers=headers)
-        with build_opener(Redirects).open(request, timeout=timeout):
+        with build_opener(NoRedirects).open(request, timeout=timeout):
             return None, False
     except HTTPError as error:
         error.close()
@@ -139,15 +123,13 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
 
 def _describe_redirect(code: int, url: str | None, location: str | None) -> str:
     """Return what the server said; of the URL it named only the host, the rest may be secret."""
-    nowhere = f"the server responded with {code}, a redirect to no valid URL"
     try:
         target = urlsplit(urljoin(url or "", location or ""))
     except ValueError:
-        return nowhere
+        target = urlsplit("")
     host = target.netloc.rpartition("@")[2]
-    if location is None or not host:
-        return nowhere
+    to = f"{target.scheme}://{host}" if location and host else "no valid URL"
     return (
-        f"the server responded with {code}, a redirect to {target.scheme}://{printable(host)}, "
-        "which was not followed. If that is the right server, configure its URL"
+        f"the server responded with {code}, a redirect to {to}, which was not followed. If that is "
+        "the right server, configure its URL"
     )

@@ -36,8 +36,8 @@ class NotificationHook(BuiltIn):
 
     Messages are sent from a separate thread, so a slow or unreachable server does not slow down
     training. The URL is a secret: it is neither logged nor written to the run. Secrets in messages,
-    such as in the text of an exception, are masked as in the log. A redirect is followed if the
-    server asks to repeat the message (307 and 308); others are logged, and nothing is sent there.
+    such as in the text of an exception, are masked as in the log. Redirects are logged, and
+    not followed.
 
     Args:
         webhook_url: the URL; None: the value of the environment variable HOOKLINE_WEBHOOK_URL.

@@ -57,7 +57,7 @@ class EMA(BuiltIn):
         decay: the decay of the average per step.
         warmup: limit the decay to `(1 + n) / (w + n)` after n updates, so that the initial weights
             are forgotten quickly: w is this number, or 10 for True.
-        every_n_steps: update the average every N steps, after the first N.
+        every: update the average every N steps, after the first N.
         validate_with: use the average for validation.
         include_buffers: also average floating-point buffers such as running statistics; False: use
             the model's.
@@ -66,6 +66,7 @@ class EMA(BuiltIn):
     critical = True  # it holds the training weights while the average is in the model
     intervenes = True  # it changes the weights for validation
     hookline_group = HookGroup.MONITOR
+    every_name = "every_n_steps"
     cost = (
         "One fused pass over the weights per update, and memory for one more copy of the trained "
         "weights, for two during validation."
@@ -75,13 +76,13 @@ class EMA(BuiltIn):
         self,
         decay: Annotated[float, Field(ge=0, lt=1)] = 0.999,
         warmup: bool | PositiveInt = True,
-        every_n_steps: PositiveInt = 10,
+        every: PositiveInt = 10,
         validate_with: bool = True,
         include_buffers: bool = False,
     ) -> None:
         self._decay = decay
         self._warmup = _DEFAULT_WARMUP if warmup is True else int(warmup)
-        self._every = every_n_steps
+        self._every = every
         self._include_buffers = include_buffers
         if not validate_with:  # a bare loop then need not provide validation
             self.on_validation_start = None  # type: ignore[method-assign, assignment]

@@ -35,9 +35,9 @@ class TimeLimit(BuiltIn):
         checkpoint: save a checkpoint before stopping, if the trainer has a run folder.
     """
 
-    cost = "Reads a clock in every batch."
+    cost = "Reads a clock in every step."
     hookline_group = HookGroup.CONTROL
-    hookline_optional_events = frozenset({"on_train_batch_end", "on_validation_end"})
+    hookline_optional_events = frozenset({"on_validation_end"})
     intervenes = True
 
     def __init__(
@@ -58,10 +58,10 @@ class TimeLimit(BuiltIn):
         self._before = 0.0  # seconds before the run was resumed
         self._started_at: float | None = None
         self._end = 0.0
-        self._stopped = self._has_batches = False
+        self._stopped = False
 
     def on_train_start(self, trainer: Any) -> None:
-        self._stopped = self._has_batches = False
+        self._stopped = False
         self._start_clock(trainer)
 
     def _start_clock(self, trainer: Any) -> None:
@@ -70,13 +70,8 @@ class TimeLimit(BuiltIn):
         if self._started_at >= self._end:  # used up before the resume
             self._stop(trainer, save=False)
 
-    def on_train_batch_end(self, trainer: Any) -> None:
-        self._has_batches = True
-        if time.monotonic() >= self._end:
-            self._stop(trainer, save=self._checkpoint)
-
     def on_step_end(self, trainer: Any) -> None:
-        if not self._has_batches and time.monotonic() >= self._end:
+        if time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
     def on_validation_end(self, trainer: Any) -> None:
@@ -100,7 +95,7 @@ class TimeLimit(BuiltIn):
 
     def _stop(self, trainer: Any, *, save: bool) -> None:
         if self._stopped:
-            return  # the remaining batches of an accumulation are running
+            return
         if self._started_at is None:  # the hook was added during training
             self._start_clock(trainer)
             return
