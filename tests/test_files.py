@@ -193,11 +193,11 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
         ("a.yaml", "a: \x00", ["Not valid YAML"]),
         ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "Indent with spaces"]),
-        ("a.yaml", "a\n  b: 1", ["a.yaml:2:", "The line above lacks a colon"]),
-        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:3:", "The line above lacks a colon"]),
-        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:4:", "A colon is missing"]),
-        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:4:", "lacks a colon"]),
-        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:3:", "lacks a colon"]),
+        ("a.yaml", "a\n  b: 1", ["a.yaml:1:", "no colon in 'a'; expected `a: …`"]),
+        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:2:", "no colon in 'b 1'; expected `b: …`"]),
+        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:3:", "no colon in 'c 2'"]),
+        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:1:", "no colon in 'seed 0'"]),
+        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:2:", "no colon in '- lr'; expected `- name: lr`"]),
         ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "indented more than"]),
         ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
         ("a.toml", "a = 1\na = 2\n", ["a.toml: ", "Not valid TOML", "line 2"]),
@@ -728,10 +728,7 @@ def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
             "data.train={class_path: net.Net.small}",
             "It returned a Net; expected an iterable of batches",
         ),
-        (
-            "optimizer.init_args.lr=-1.0",
-            "optimizer: It could not be created: ValueError: Invalid learning rate: -1.0",
-        ),
+        ("optimizer.init_args.lr=-1.0", "lr: It is -1.0. Expected a learning rate of 0 or more"),
         ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
         ("trainer.loaders.order=weighted", "weights"),
         (
@@ -1352,7 +1349,19 @@ def test_a_monitored_metric_that_does_not_exist_is_named_with_file_and_line(
     ("more", "place", "expected"),
     [
         ("init_args:\n    lr: fast", "4: optimizer.init_args.lr: It is 'fast'", "a valid number"),
-        ("init_args:\n    lr: -1", "2: optimizer: It could not be created", "learning rate: -1"),
+        ("init_args:\n    lr: -1", "4: optimizer.init_args.lr: It is -1", "rate of 0 or more"),
+        ("init_args:\n    lr: .inf", "4: optimizer.init_args.lr: It is inf", "rate of 0 or more"),
+        ("init_args:\n    lr: .nan", "4: optimizer.init_args.lr: It is nan", "rate of 0 or more"),
+        (
+            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: -0.5",
+            "6: optimizer.groups.0.lr: It is -0.5",
+            "rate of 0 or more",
+        ),
+        (
+            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: fast",
+            "6: optimizer.groups.0.lr: It is 'fast'",
+            "rate of 0 or more",
+        ),
         (
             "init_args:\n    lr: 1\n    momentum: -3",
             "2: optimizer: It could not be created",
@@ -1371,8 +1380,10 @@ def test_an_invalid_option_of_an_optimizer_is_named_with_its_key_and_line(
 def test_a_colon_that_is_missing_in_a_mapping_of_one_key_is_named(project: Path) -> None:
     said = refused(project, more="model:\n  init_args:\n    width 8\n")
     assert "more.yaml:4: model.init_args: It is 'width 8'. Expected a mapping." in said
+    assert "A colon is missing: `width: 8`." in said
     said = refused(project, more="model:\n  init_args:\n    width:8\n")
     assert "more.yaml:4: model.init_args: It is 'width:8'. Expected a mapping." in said
+    assert "A space is missing after the colon: `width: 8`." in said
 
 
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
@@ -1433,10 +1444,10 @@ def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) ->
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
-        ("a:\n  b: 1\n   c: 2\n", 3, "this line is indented more than those above it"),
+        ("a:\n  b: 1\n   c: 2\n", 3, "The line is indented more than those above it"),
         ("a:\n    b: 1\n  c: 2\n", 3, "Keys of one mapping, and items of one list"),
         ("a:\n  - b: 1\n  c: 2\n", 3, "need the same indentation"),
-        ("a:\n  b:1\n  c: 2\n", 3, "lacks a colon or the space after it"),
+        ("a:\n  b:1\n  c: 2\n", 3, "a space is missing after a colon"),
         ("a: 1\n- b: 2\n", 2, "need the same indentation"),
         ("a: b: c\n", 1, "a value that contains ': ' needs quotes."),
         ("a: @b\n", 1, "A value that begins with '*', '@'"),

@@ -7,6 +7,7 @@ called.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -248,11 +249,23 @@ class _ObjectChecker:
             text = f"It is {trainer_seed}, but `seed` is {config.seed}. Keep one of them."
             self._add_problem(("trainer", "seed"), text)
         optimizers = len(list(iterate_section(config, "optimizer")))
+        for key, optimizer in iterate_section(config, "optimizer"):
+            self._check_rate((*key, "init_args"), optimizer.init_args)
+            for i, group in enumerate(optimizer.groups):
+                # Options of groups are compared with no signature: strings are checked here, too.
+                self._check_rate((*key, "groups", i), group.model_extra or {}, int | float | str)
         for key, scheduler in iterate_section(config, "scheduler"):
             if scheduler.optimizer >= optimizers:
                 count = f"there are {optimizers} optimizers, counted from 0"
                 text = f"It is {scheduler.optimizer}, but {count}."
                 self._add_problem((*key, "optimizer"), text)
+
+    def _check_rate(self, key: Key, options: Mapping[str, Any], types: Any = int | float) -> None:
+        """Add a learning rate of one of these types that is not a number from 0."""
+        lr: Any = options.get("lr")
+        if isinstance(lr, types) and (isinstance(lr, str) or not 0 <= lr < math.inf):
+            text = f"It is {format_value(lr)}. Expected a learning rate of 0 or more."
+            self._add_problem((*key, "lr"), text)
 
 
 # -- arguments ------------------------------------------------------------------------------------

@@ -39,10 +39,8 @@ _YAML_HINTS = {  # by what the parser says
     "quoted scalar": "A quote is not closed.",
     "flow mapping": "A '{' is not closed, or a comma is missing.",
     "flow sequence": "A '[' is not closed, or a comma is missing.",
-    "mapping values are not allowed": "The line above lacks a colon or the space after it, this "
-    "line is indented more than those above it, or a value that contains ': ' needs quotes.",
-    "could not find expected ':'": "A colon is missing, or the space after it.",
-    "<document start>": "The line above lacks a colon or the space after it.",
+    "mapping values are not allowed": "The line is indented more than those above it, a space is "
+    "missing after a colon, or a value that contains ': ' needs quotes.",
     "<block end>": "The line is indented otherwise than those above it. Keys of one mapping, and "
     "items of one list, need the same indentation.",
 }
@@ -192,13 +190,36 @@ def _parse_yaml(text: str) -> ParsedFile:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
-        raise _ParseError(f"Not valid YAML: {_explain_yaml(error)}", line) from None
+        found = _find_missing_colon(error, text.splitlines())
+        reason, line = found or (_explain_yaml(error), line)
+        raise _ParseError(f"Not valid YAML: {reason}", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reason = f"the character {chr(error.character)!r} is not allowed"
         raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except RecursionError:
         raise _ParseError(_TOO_DEEP) from None
+
+
+def _find_missing_colon(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, int] | None:
+    """Return that a key lacks its colon, and its line; None if something else is wrong."""
+    problem, stopped, started = error.problem or "", error.problem_mark, error.context_mark
+    lines = [line.split("#")[0].strip() for line in lines]
+    if "flow" in (error.context or ""):
+        return None
+    if "could not find expected ':'" in problem and started is not None:
+        line = started.line
+    elif "mapping values are not allowed" in problem or "<document start>" in problem:
+        # The parser took the line for the continuation of the one above, which is no key.
+        line = max((i for i in range(stopped.line) if lines[i]), default=stopped.line)
+    else:
+        return None
+    key = re.match(r"(- *)?([\w.-]+)(?: |$)", lines[line])
+    if key is None or ":" in lines[line] or lines[line].endswith((",", "[", "{")):
+        return None
+    dash, name = key.groups()
+    expected = f"`- name: {name}`" if dash and lines[line].endswith(name) else f"`{name}: …`"
+    return f"There is no colon in {format_value(lines[line])}; expected {expected}.", line + 1
 
 
 def _explain_yaml(error: yaml.MarkedYAMLError) -> str:

@@ -20,6 +20,7 @@ Error messages, the JSON schema and the reference page are derived from these mo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -371,7 +372,7 @@ def _expectation(error: dict[str, Any]) -> str:
     if error["type"] in ("model_type", "dict_type"):
         is_union = context.get("class_name") == HooksByKind.__name__
         hint = " or a list" if is_union else ""
-        return f"Expected a mapping{hint}"
+        return f"Expected a mapping{hint}{_colon_hint(error['input'])}"
     if error["type"] == "string_pattern_mismatch" and context["pattern"] == _TRACKER_NAME:
         return "Expected the name of a tracker, one of Hookline's or of an installed package"
     if error["type"] == "string_pattern_mismatch":
@@ -379,6 +380,16 @@ def _expectation(error: dict[str, Any]) -> str:
     if error["type"] == "value_error":  # raised by a validator of the models
         return str(context["error"])
     return str(error["msg"])
+
+
+def _colon_hint(value: Any) -> str:
+    """Return that a colon or its space is missing, if a value looks like a key and its value."""
+    found = re.match(r"([^\W\d]\w*)(:|\s+)(\S+)", value) if isinstance(value, str) else None
+    if found is None:
+        return ""
+    name, separator, rest = found.groups()
+    missing = "A space is missing after the colon" if separator == ":" else "A colon is missing"
+    return f". {missing}: `{name}: {rest}`"
 
 
 def _fields_at(model: type[Config], path: Key) -> dict[str, str]:
