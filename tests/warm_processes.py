@@ -61,6 +61,7 @@ class WarmParent:
         """Start a process that calls a function; what it prints is added to a file."""
         pid = self.request(
             function=f"{function.__module__}:{function.__qualname__}",
+            folder=str(Path(function.__code__.co_filename).parent),
             arguments=[str(argument) for argument in arguments],
             log=str(log),
         )
@@ -197,8 +198,10 @@ def import_modules(file: Path) -> None:
             import_module(name)
 
 
-def _fork(function: str, arguments: list[str], log: str) -> int:
+def _fork(function: str, folder: str, arguments: list[str], log: str) -> int:
     module, _, name = function.partition(":")
+    if folder not in sys.path:
+        sys.path.append(folder)
     called = getattr(import_module(module), name)
     modules = Path(tempfile.gettempdir()) / f"modules_{os.getpid()}.txt"
     import_modules(modules)
