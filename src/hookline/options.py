@@ -122,8 +122,8 @@ class BuiltIn(Hook):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.hookline_cost = cls.cost
-        if cls.every_name and "__init__" in vars(cls):
-            cls.__init__ = _accept_other_name(cls.__init__)  # type: ignore[method-assign]
+        if "__init__" in vars(cls):
+            cls.__init__ = _accept_other_forms(cls.__init__)  # type: ignore[method-assign]
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options. `__init__` receives them as they were passed."""
@@ -181,6 +181,8 @@ def check_options(
     """
     known = get_options(hook_class)
     given = dict(zip(known, args, strict=False)) | _rename_every(hook_class, options)
+    if issubclass(hook_class, BuiltIn):
+        given = {name: _list_names(value) for name, value in given.items()}
     remember_secrets(given)
     remember_secrets([given.get(name) for name in hook_class.secret_options], is_secret=True)
     open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))
@@ -216,14 +218,23 @@ def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]
     return {other if other and name == "every" else name: one for name, one in masked.items()}
 
 
-def _accept_other_name(initialize: Any) -> Any:
-    """Return an `__init__` that also takes the option `every` under its other name."""
+def _accept_other_forms(initialize: Any) -> Any:
+    """Return an `__init__` that also takes `every` under its other name, and sets of names."""
 
     @wraps(initialize)
     def accept(hook: BuiltIn, *args: Any, **options: Any) -> None:
-        initialize(hook, *args, **_rename_every(type(hook), options))
+        options = {
+            name: _list_names(value) for name, value in _rename_every(type(hook), options).items()
+        }
+        initialize(hook, *map(_list_names, args), **options)
 
     return accept
+
+
+def _list_names(value: Any) -> Any:
+    """Return a set of names as a list, which has the same order in each process."""
+    is_set = isinstance(value, set | frozenset) and all(isinstance(one, str) for one in value)
+    return sorted(value) if is_set else value
 
 
 def _rename_every(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -205,8 +205,6 @@ class Probes:
         with self._lock, HeldInterrupts():
             self._check_new(module, hook_id)
             every = options.pop("every", 1)
-            sets = {name: one for name, one in options.items() if isinstance(one, set | frozenset)}
-            options |= {name: sorted(one) for name, one in sets.items()}  # as lists
             probe = make(module, **options)
             probe.probe_name = hook_id
             self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
