@@ -105,6 +105,10 @@ class Hook:
         inherited = getattr(super(), "load_state_dict", None)
         return None if inherited is None else inherited(state, *args, **kwargs)
 
+    def hookline_follow(self, every: int) -> bool:
+        """Take `every` of the registration as an option of its own; False without one."""
+        return False
+
     # -- events: generated from events.py by `make generate`; edit there --------------------------
 
     def on_train_start(self, *args: Any, **kwargs: Any) -> None:

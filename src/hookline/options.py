@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from itertools import islice
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from hookline.arguments import is_number, show_value
-from hookline.errors import ConfigError, nearest
+from hookline.errors import ConfigError, RegistrationError, nearest
 from hookline.hook import Hook
 from hookline.masking import MASK, remember_secrets
 from hookline.printable import message_lines
@@ -119,6 +119,8 @@ class BuiltIn(Hook):
     every_name: ClassVar[str] = ""
     """Another name of the option `every`, which manifests have."""
 
+    _given_every: Any = None  # not by default, but by the user
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.hookline_cost = cls.cost
@@ -130,6 +132,7 @@ class BuiltIn(Hook):
         hook = super().__new__(cls)
         resolved = check_options(cls, options, args, require_all=False)
         hook.hookline_options = mask_declared(cls, resolved)
+        hook._given_every = _given_options(cls, options, args).get("every")
         return hook
 
     @classmethod
@@ -137,9 +140,30 @@ class BuiltIn(Hook):
         """Return a hook created with options that `check_options` has checked, as `resolved`."""
         hook = super().__new__(cls)  # BuiltIn.__new__ would check the options again
         hook.hookline_options = mask_declared(cls, resolved)
+        hook._given_every = _given_options(cls, options).get("every")
         initialize: Any = cls.__init__
         initialize(hook, **options)
         return hook
+
+    @classmethod
+    def follows_registration(cls) -> bool:
+        """Return whether `every` of the registration sets the option `every` of the hook."""
+        own = get_options(cls).get("every")
+        return own is not None and own.default is not None
+
+    def hookline_follow(self, every: int) -> bool:
+        """Set the option `every` to that of the registration, if the hook has one."""
+        if self._given_every not in (None, every):
+            name = type(self).__name__
+            raise RegistrationError(
+                f"{name}(every={self._given_every!r}) is registered with every={every!r}. "
+                "Give one of them."
+            )
+        if not self.follows_registration():
+            return False
+        self.__dict__["every"] = int(every)
+        self.hookline_options = {**self.hookline_options, self.every_name or "every": int(every)}
+        return True
 
 
 @cache
@@ -180,19 +204,19 @@ def check_options(
             Python's own call.
     """
     known = get_options(hook_class)
-    given = dict(zip(known, args, strict=False)) | _rename_every(hook_class, options)
-    if issubclass(hook_class, BuiltIn):
-        given = {name: _list_names(value) for name, value in given.items()}
+    given = _given_options(hook_class, options, args)
     remember_secrets(given)
     remember_secrets([given.get(name) for name in hook_class.secret_options], is_secret=True)
     open_ended = any(one.kind is one.VAR_KEYWORD for one in _parameters(hook_class))
     problems: list[OptionProblem] = []
+    other = getattr(hook_class, "every_name", "")
     for name, value in given.items():
         if name in known:
             problem = known[name].find_problem(value) if check_values else None
             if problem is not None:
                 shown = MASK if name in hook_class.secret_options else show_value(value, name)
-                problems.append(OptionProblem(name, f"'{name}' is {shown}. {problem}."))
+                given_as = other if name == "every" and other in options else name
+                problems.append(OptionProblem(given_as, f"'{given_as}' is {shown}. {problem}."))
         elif open_ended:
             continue
         elif name in REGISTRATION_KEYS:
@@ -220,15 +244,26 @@ def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]
 
 def _accept_other_forms(initialize: Any) -> Any:
     """Return an `__init__` that also takes `every` under its other name, and sets of names."""
+    known = inspect.signature(initialize).parameters
 
     @wraps(initialize)
     def accept(hook: BuiltIn, *args: Any, **options: Any) -> None:
-        options = {
-            name: _list_names(value) for name, value in _rename_every(type(hook), options).items()
-        }
+        options = _rename_every(type(hook), options, known)
+        options = {name: _list_names(value) for name, value in options.items()}
         initialize(hook, *map(_list_names, args), **options)
 
     return accept
+
+
+def _given_options(
+    hook_class: Any, options: Mapping[str, Any], args: tuple[Any, ...] = ()
+) -> dict[str, Any]:
+    """Return the options that a hook is created with, by name, as its `__init__` gets them."""
+    known = get_options(hook_class)
+    given = dict(zip(known, args, strict=False)) | _rename_every(hook_class, options, known)
+    if not issubclass(hook_class, BuiltIn):
+        return given
+    return {name: _list_names(value) for name, value in given.items()}
 
 
 def _list_names(value: Any) -> Any:
@@ -237,9 +272,11 @@ def _list_names(value: Any) -> Any:
     return sorted(value) if is_set else value
 
 
-def _rename_every(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_every(
+    hook_class: Any, options: Mapping[str, Any], known: Container[str]
+) -> dict[str, Any]:
     other = getattr(hook_class, "every_name", "")
-    if not other or other not in options:
+    if not other or other not in options or other in known:
         return dict(options)
     if "every" in options:
         text = f"'every' and '{other}' are the same option. Give one of them."

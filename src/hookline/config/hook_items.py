@@ -139,7 +139,9 @@ def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any
     if init_args is not None and not isinstance(init_args, Mapping):
         raise ConfigError(f"'init_args' is {show_value(init_args)}; expected a mapping.")
     options = {} if init_args is None else _as_options(init_args)
-    own = () if options else get_options(hook_class)
+    own = set(() if options else get_options(hook_class))
+    if _is_schedule(hook_class, rest.get("every")):
+        own.discard("every")
     registration = {
         key: rest.pop(key) for key in REGISTRATION_KEYS if key in rest and key not in own
     }
@@ -147,6 +149,12 @@ def _split_options(hook_class: Any, rest: dict[str, Any]) -> tuple[dict[str, Any
     if duplicates:
         raise ConfigError(f"'{duplicates[0]}' is given inside and beside 'init_args'. Keep one.")
     return options | rest, registration
+
+
+def _is_schedule(hook_class: type[Hook], every: Any) -> bool:
+    """Return whether `every` is for the registration, which the hook's own option follows."""
+    is_number = type(every) is int and every > 0
+    return is_number and issubclass(hook_class, BuiltIn) and hook_class.follows_registration()
 
 
 def iterate_items(config: Any) -> Iterator[tuple[str, str | None, Any]]:

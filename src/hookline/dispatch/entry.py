@@ -32,6 +32,11 @@ class Entry:
     hook: Hook
     bindings: dict[str, Binding]
     schedule: Schedule = field(default_factory=Schedule)
+    """When it is called. A built-in that follows `every` itself is called in each step."""
+
+    every: int | None = None
+    """As it was registered; None if it was not given."""
+
     before: str | None = None
     after: str | None = None
     status: HookStatus = "enabled"
@@ -73,7 +78,7 @@ class Entry:
         place = {"before": self.before, "after": self.after}
         enabled = self.status == "enabled"
         fixed = {"strict": self.strict, "ranks": self.ranks, "enabled": enabled}
-        return {**asdict(self.schedule), **place, **fixed}
+        return {**asdict(self.schedule), "every": self.every, **place, **fixed}
 
     @property
     def enabled(self) -> bool:
@@ -115,7 +120,7 @@ class Entry:
             kind=self.hook.hookline_kind,
             cls=_qualified_name(self.hook),
             status=self.status,
-            schedule=str(self.schedule),
+            schedule=str(replace(self.schedule, every=self.every or 1)),
             events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
             failures=self.failures,
             last_error=self.last_error,

@@ -100,7 +100,7 @@ class HookManager:
         name: str | None = None,
         *,
         kind: str | None = None,
-        every: int = 1,
+        every: int | None = None,
         sample_rate: float = 1.0,
         from_epoch: int = 0,
         before: str | None = None,
@@ -117,7 +117,8 @@ class HookManager:
             name: the hook's name; by default the name it was created with, or its class in
                 snake_case.
             kind: the kind of a function: "forward" or "update".
-            every: call it in steps N, 2N, 3N … only.
+            every: call it in steps N, 2N, 3N … only. A built-in with an option `every` takes it
+                instead of that option's default.
             sample_rate: call it in this fraction of the steps only.
             from_epoch: call it from this epoch on only.
             before: call it directly before the hook of this name.
@@ -139,7 +140,10 @@ class HookManager:
                     f"'{entry.name}' is of kind '{entry.hook.hookline_kind}', not '{kind}'. "
                     f"The kinds are: {listed(['loop', 'probe', *FLOWS])}."
                 )
-            entry.schedule = Schedule(every, sample_rate, from_epoch)
+            entry.schedule = Schedule(1 if every is None else every, sample_rate, from_epoch)
+            entry.every = every
+            if every is not None and entry.hook.hookline_follow(every):
+                entry.schedule = Schedule(1, sample_rate, from_epoch)
             entry.before, entry.after, entry.strict = before, after, strict
             entry.status = "enabled" if enabled else "disabled"
             entry.ranks = choose_ranks(entry, ranks)

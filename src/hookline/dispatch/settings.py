@@ -107,6 +107,8 @@ def every(steps: int, hook: HookLike, **options: Any) -> Registration:
 
         hookline.attach(model, optimizer, hooks=[hookline.every(100, GradientMonitor())])
 
+    A built-in with an option `every` takes N instead of that option's default.
+
     Args:
         steps: the number of steps, N.
         hook: the hook; its name, or a mapping as in a config file, where names are known.

@@ -65,7 +65,7 @@ class _ModuleProbe:
     probe: Probe
     module: torch.nn.Module
     kind: str
-    every: int
+    every: int | None
 
 
 class Probes:
@@ -186,7 +186,7 @@ class Probes:
         return self._register(module, hook_id, "edit", Edit, options)
 
     def register_probe(
-        self, module: torch.nn.Module, hook_id: str, probe: Probe, every: int = 1
+        self, module: torch.nn.Module, hook_id: str, probe: Probe, every: int | None = None
     ) -> str:
         """Register a probe on a module, whatever its own `modules` are, and return the id."""
         if not isinstance(probe, Probe):
@@ -204,7 +204,7 @@ class Probes:
     ) -> str:
         with self._lock, HeldInterrupts():
             self._check_new(module, hook_id)
-            every = options.pop("every", 1)
+            every = options.pop("every", None)
             probe = make(module, **options)
             probe.probe_name = hook_id
             self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
@@ -307,7 +307,9 @@ class Probes:
                 _free_states(entry.probe)
             return returned
 
-        return guard if entry.every == 1 else ForwardSchedule(entry.probe, entry.every, guard)
+        if entry.every is None or entry.every == 1:
+            return guard
+        return ForwardSchedule(entry.probe, entry.every, guard)
 
     def _warn_uncalled(self) -> None:
         """Log the enabled probes whose module was never called, with the likely cause."""

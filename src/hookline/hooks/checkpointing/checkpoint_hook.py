@@ -168,11 +168,11 @@ class CheckpointHook(SavingHook):
                 "CheckpointHook: keep=None keeps all checkpoints, so keep_every has no effect. "
                 "Pass keep as well, or remove keep_every."
             )
-        self._every = every
+        self.every = every
         self._retention = Retention(keep_last=-1 if keep is None else keep, keep_every=keep_every)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
-        if (epoch + 1) % self._every == 0:
+        if (epoch + 1) % self.every == 0:
             self._open_late(trainer)
             trainer.save_checkpoint(self._retention.reserve(f"epoch_{epoch:04d}", step, None))
 

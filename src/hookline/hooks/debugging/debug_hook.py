@@ -94,7 +94,7 @@ class DebugHook(BuiltIn):
             )
         self._action = action or ("break" if break_on_nan else "stop")
         self._log_shapes = log_shapes
-        self._every = every
+        self.every = every
         self._structures: dict[str, str] = {}
         self._check = frozenset(check)
         self._reset()
@@ -131,13 +131,13 @@ class DebugHook(BuiltIn):
                 log_or_print(f"A batch of '{dataloader_name}' is {changed}{structure}")
 
     def on_after_forward(self, step: int) -> None:
-        if (step + 1) % self._every == 0 and not torch._C._are_functorch_transforms_active():
+        if (step + 1) % self.every == 0 and not torch._C._are_functorch_transforms_active():
             self._call = running_call()
             self._forwards += 1
 
     def on_before_backward(self, trainer: Any, step: int, loss: torch.Tensor) -> None:
         self._has_backward = True
-        if (step + 1) % self._every == 0:
+        if (step + 1) % self.every == 0:
             self._check_loss(trainer, step + 1, loss.item(), after_step=False)
 
     def _check_loss(self, trainer: Any, step: int, value: float, *, after_step: bool) -> None:
@@ -148,7 +148,7 @@ class DebugHook(BuiltIn):
 
     def on_gradients_ready(self, trainer: Any, step: int, optimizer_idx: int) -> None:
         """Check the gradients before they are clipped or changed."""
-        if (step + 1) % self._every or _scales_loss(trainer):
+        if (step + 1) % self.every or _scales_loss(trainer):
             return
         gradients = [p.grad for p in parameters_of([trainer.optimizers[optimizer_idx]])]
         is_finite = all_finite(g for g in gradients if g is not None)
@@ -159,7 +159,7 @@ class DebugHook(BuiltIn):
             self._act(trainer, step + 1, finding)
 
     def on_step_end(self, trainer: Any, step: int, loss: LazyFloat | None = None) -> None:
-        if step % self._every == 0:
+        if step % self.every == 0:
             self._check_step(trainer, step, loss)
             self._is_reported &= self._has_failed
             self._has_failed = False

@@ -38,8 +38,8 @@ class ConsoleLogHook(BuiltIn):
     )
 
     def __init__(self, every: PositiveInt = 10) -> None:
-        self._every = int(every)  # of numpy, too
-        self._losses: deque[LazyFloat] = deque(maxlen=min(self._every, MAX_LOSSES))
+        self.every = int(every)  # of numpy, too
+        self._losses: deque[LazyFloat] = deque(maxlen=MAX_LOSSES)
         self._has_batches = False
 
     def on_train_start(self) -> None:
@@ -56,14 +56,14 @@ class ConsoleLogHook(BuiltIn):
     ) -> None:
         self._has_batches = True
         self._losses.append(loss)
-        if batch_idx % self._every == 0:
+        if batch_idx % self.every == 0:
             loader = "" if dataloader_name == "train" else f"{dataloader_name} "
             self._print(f"{loader}batch {batch_idx + 1}  step {step}", loss, epoch)
 
     def on_step_end(self, step: int, loss: LazyFloat, epoch: int | None = None) -> None:
         if not self._has_batches:
             self._losses.append(loss)
-            if (step - 1) % self._every == 0:
+            if (step - 1) % self.every == 0:
                 self._print(f"step {step}", loss, epoch)
 
     def _print(self, position: str, loss: LazyFloat, epoch: int | None) -> None:

@@ -47,7 +47,7 @@ class JSONLogHook(BuiltIn):
     )
 
     def __init__(self, every: PositiveInt = 100, path: str | Path | None = None) -> None:
-        self._every = every
+        self.every = every
         self._requested_path = None if path is None else user_path(path)
         self._file: JsonlFile | None = None
         self._failed = self._has_batches = False
@@ -84,14 +84,14 @@ class JSONLogHook(BuiltIn):
         epoch: int | None = None,
     ) -> None:
         self._has_batches = True
-        if not batch_idx % self._every:
+        if not batch_idx % self.every:
             position = {"epoch": epoch, "batch": batch_idx, "loader": dataloader_name, "step": step}
             self._write(trainer, "train_batch_end", **position, loss=loss)
 
     def on_step_end(
         self, trainer: Any, step: int, loss: LazyFloat, epoch: int | None = None
     ) -> None:
-        if not self._has_batches and not (step - 1) % self._every:
+        if not self._has_batches and not (step - 1) % self.every:
             self._write(trainer, "step_end", epoch=epoch, step=step, loss=loss)
 
     def on_validation_end(

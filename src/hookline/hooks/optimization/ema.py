@@ -82,7 +82,7 @@ class EMA(BuiltIn):
     ) -> None:
         self._decay = decay
         self._warmup = _DEFAULT_WARMUP if warmup is True else int(warmup)
-        self._every = every
+        self.every = every
         self._include_buffers = include_buffers
         if not validate_with:  # a bare loop then need not provide validation
             self.on_validation_start = None  # type: ignore[method-assign, assignment]
@@ -127,10 +127,10 @@ class EMA(BuiltIn):
             return
         self._stepped = False
         self._steps += 1
-        if self._steps <= self._every:
+        if self._steps <= self.every:
             self._update(self._decay)
-        elif self._steps % self._every == 0:
-            self._update(self._decay**self._every)
+        elif self._steps % self.every == 0:
+            self._update(self._decay**self.every)
 
     def on_validation_start(self) -> None:
         self._restore_weights()  # if a validation never ended
