@@ -77,7 +77,7 @@ class SystemUsage:
     def read(self) -> dict[str, float]:
         """Return the values by name; those of counters are since the last time."""
         values: dict[str, float] = {}
-        for read in (self._cpu, _memory, self._disk, self._accelerator):
+        for read in (self._cpu, _memory, self._disk, self._disk_traffic, self._accelerator):
             with suppress(Exception):  # a container or another system may not tell
                 values.update(read())
         return values
@@ -100,6 +100,8 @@ class SystemUsage:
 
     def _disk(self) -> Iterator[tuple[str, float]]:
         yield "system/disk_free_gb", shutil.disk_usage(self._folder).free / 1e9
+
+    def _disk_traffic(self) -> Iterator[tuple[str, float]]:
         if _HAS_PROC:
             counters = _read_sizes("/proc/self/io")
             done = {"read": counters["read_bytes:"], "written": counters["write_bytes:"]}
