@@ -197,7 +197,7 @@ def test_ctrl_c_while_the_block_is_left_is_no_failure_and_the_run_can_be_resumed
 
     assert [run(2), run(2), run(2), run(2)] == [0, 2, 2, 2]  # not refused as a crash loop
     manifest, _ = read_run(tmp_path)
-    assert [part["status"] for part in manifest["parts"]] == ["interrupted"] * 4
+    assert [part["status"] for part in manifest["attempts"]] == ["interrupted"] * 4
 
 
 # -- SIGTERM while training ends ------------------------------------------------------------------
