@@ -234,7 +234,7 @@ def check_flow(mesh: DeviceMesh) -> None:
     run_backward(model)
     expected, found = (hookline.probes.gradient_flow(m).rows for m in (alone, model))
     for a, b in zip(found, expected, strict=True):
-        assert (a.layer, a.mark) == (b.layer, b.mark)
+        assert (a.layer, a.problem) == (b.layer, b.problem)
         values = [[row.norm, row.mean_abs, row.zeros, row.ratio or 0.0] for row in (a, b)]
         torch.testing.assert_close(*values, **TOLERANCE)
 

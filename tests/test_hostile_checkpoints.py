@@ -36,7 +36,7 @@ from hookline.checkpoint.catalog import scan_checkpoints
 from hookline.checkpoint.contents import read_contents
 from hookline.checkpoint.retention import Retention, remove_checkpoint
 from hookline.files.limits import file_limits
-from hookline.hooks.checkpointing.upload import Bundle, Folder
+from hookline.hooks.checkpointing.upload import Bundle, Destination
 from hookline.runs.checkpoint_reader import get_last_checkpoint
 
 SECRET_SIZE = len(SECRET)
@@ -428,7 +428,9 @@ def test_removing_never_leaves_the_folder_or_takes_what_is_not_ours(root: Path) 
 def test_an_upload_stays_in_its_destination(root: Path, under: str) -> None:
     before = snapshot(root)
     with pytest.raises(CheckpointError, match="not a plain name"):
-        Folder(root / "run" / "copies").upload(Bundle.of(hostile(root)), under, lambda: False)
+        Destination(str(root / "run" / "copies")).upload(
+            Bundle.of(hostile(root)), under, lambda: False
+        )
     assert snapshot(root) == before
 
 
@@ -438,5 +440,5 @@ def test_an_upload_does_not_copy_what_a_link_names(root: Path) -> None:
     bundle = Bundle.of(path)
     linked("state.json")(path)
     with pytest.raises(OSError, match="symbolic link"):
-        Folder(root / "copies").upload(bundle, "run", lambda: False)
+        Destination(str(root / "copies")).upload(bundle, "run", lambda: False)
     assert not list((root / "copies" / "run").rglob("*.json"))

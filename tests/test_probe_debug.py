@@ -612,6 +612,7 @@ def test_the_flow_of_gradients_is_that_of_the_parameters() -> None:
         gradient = torch.cat([linear.weight.grad.flatten(), linear.bias.grad])
         assert row.norm == pytest.approx(float(gradient.norm()))
         assert row.zeros == 0
+        assert row.mean_abs == pytest.approx(float(gradient.abs().mean()))
         assert row.problem == ""
     assert flow.rows[0].ratio is None
     assert flow.rows[1].ratio == pytest.approx(flow.rows[1].norm / flow.rows[0].norm)  # type: ignore[operator]
@@ -645,7 +646,7 @@ def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, problem
     assert flow.first_bad == "layers.1.linear"
     assert [row.problem for row in flow.rows] == ["", "", problem, problem]
     lines = str(flow).splitlines()
-    assert lines[0].split() == ["layer", "norm", "zeros", "ratio"]
+    assert lines[0].split() == ["layer", "norm", "mean", "abs", "zeros", "ratio"]
     assert lines[3].startswith("layers.1.linear")
     assert lines[3].endswith(problem)
     assert lines[-1] == f"The first layer with a problem: 'layers.1.linear' ({problem})."

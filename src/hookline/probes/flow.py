@@ -28,7 +28,7 @@ from hookline.text_tables import format_table
 
 _SECONDS = 60.0  # to wait for other ranks
 
-Mark = Literal["", "no gradient", "not finite", "zero", "vanishes", "explodes"]
+Problem = Literal["", "no gradient", "not finite", "zero", "vanishes", "explodes"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FlowRow:
         mean_abs: The mean of its absolute values.
         zeros: The fraction of its values that are zero.
         ratio: Its norm divided by that of the row before, where the gradient comes from.
-        mark: What is wrong with it, if anything.
+        problem: What is wrong with it, if anything.
     """
 
     layer: str
@@ -49,7 +49,7 @@ class FlowRow:
     mean_abs: float | None
     zeros: float | None
     ratio: float | None
-    mark: Mark
+    problem: Problem
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Flow:
 
     @property
     def first_bad(self) -> str | None:
-        """The first layer, from the loss on, whose gradient has a mark."""
-        return next((row.layer for row in self.rows if row.mark), None)
+        """The first layer, from the loss on, whose gradient has a problem."""
+        return next((row.layer for row in self.rows if row.problem), None)
 
     @property
     def data(self) -> list[dict[str, Any]]:
@@ -71,9 +71,11 @@ class Flow:
     def __str__(self) -> str:
         names = ("layer", "norm", "mean abs", "zeros", "ratio", "")
         lines = [format_table(names, [_texts(row) for row in self.rows], right=range(1, 5))]
-        bad = next((row for row in self.rows if row.mark), None)
+        bad = next((row for row in self.rows if row.problem), None)
         if bad is not None:
-            lines.append(f"The first layer with a problem: '{printable(bad.layer)}' ({bad.mark}).")
+            lines.append(
+                f"The first layer with a problem: '{printable(bad.layer)}' ({bad.problem})."
+            )
         return "\n".join(lines)
 
 
@@ -213,14 +215,14 @@ def _rows(
         squares, absolute, zeros, number = next(values)
         norm = math.sqrt(squares)
         ratio = norm / before if before else None
-        mark = _mark(norm, first, vanishing, exploding)
-        yield FlowRow(name, norm, absolute / number, zeros / number, ratio, mark)
+        problem = _find_problem(norm, first, vanishing, exploding)
+        yield FlowRow(name, norm, absolute / number, zeros / number, ratio, problem)
         before = norm
         if first is None and norm and math.isfinite(norm):
             first = norm
 
 
-def _mark(norm: float, first: float | None, vanishing: float, exploding: float) -> Mark:
+def _find_problem(norm: float, first: float | None, vanishing: float, exploding: float) -> Problem:
     if not math.isfinite(norm):
         return "not finite"
     if norm == 0:
@@ -238,4 +240,4 @@ def _texts(row: FlowRow) -> tuple[str, ...]:
 
     zeros = "" if row.zeros is None else f"{row.zeros:.1%}"
     figures = (number(row.norm), number(row.mean_abs), zeros, number(row.ratio))
-    return (row.layer or "(the model)", *figures, row.mark)
+    return (row.layer or "(the model)", *figures, row.problem)
