@@ -319,7 +319,7 @@ def test_a_failure_at_the_end_of_training_is_in_the_manifest(tmp_path: Path) -> 
     with pytest.raises(hookline.HooklineError, match="no report"):
         session.detach()
     manifest = only(tmp_path).manifest
-    assert manifest["status"] == manifest["parts"][-1]["status"] == "error"
+    assert manifest["status"] == manifest["attempts"][-1]["status"] == "error"
     assert "no report" in manifest["last_error"]
 
 
@@ -388,7 +388,7 @@ def test_a_run_goes_on_in_another_process_under_its_id(tmp_path: Path) -> None:
         train(model, optimizer, batches(2))
     found = only(tmp_path)
     assert again.run is run
-    assert (found.id, found.status, len(found.manifest["parts"])) == (run.id, "completed", 2)
+    assert (found.id, found.status, len(found.manifest["attempts"])) == (run.id, "completed", 2)
     assert [step for step, _, _ in rows(found, "train/loss")] == [1, 2, 3, 4]
     assert found.events("resumed")[0]["path"] == "somewhere.pt"
 

@@ -336,7 +336,10 @@ def test_resuming_automatically_continues_the_same_training_or_starts(tmp_path):
     again = make_trainer()
     again.fit(batches(6), resume_from="auto")
     assert again.run.path == first.run.path
-    assert [part["resumed_from"] for part in again.run.manifest["parts"]] == [None, "step_000003"]
+    assert [part["resumed_from"] for part in again.run.manifest["attempts"]] == [
+        None,
+        "step_000003",
+    ]
     after = make_trainer()
     after.fit(batches(6), resume_from="auto")  # it is finished now
     assert after.run.path != first.run.path

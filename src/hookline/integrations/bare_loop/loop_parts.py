@@ -84,6 +84,10 @@ def _one_module(models: Any) -> Any:
     if isinstance(models, Mapping):
         names, models = list(models), list(models.values())
     models = read_items("attach(model, …)", models, "one or several torch.nn.Modules")
+    if not models:
+        raise ArgumentError(
+            "attach(model, …) got no model: expected one or several torch.nn.Modules."
+        )
     for model in models:
         if not isinstance(model, torch.nn.Module):
             raise ArgumentError(
