@@ -114,7 +114,7 @@ def test_a_resumed_run_goes_on_in_its_folder_and_keeps_its_id(tmp_path):
     again = Trainer(settings(tmp_path), *parts()[:3], hooks=[hook])
     again.fit(batches(4), resume_from=run.path)
     assert again.run.id == run.id
-    assert len(json.loads((run.path / "manifest.json").read_text())["parts"]) == 2
+    assert len(json.loads((run.path / "manifest.json").read_text())["attempts"]) == 2
     assert [name for name, _ in hook.told] == ["on_train_start", "on_checkpoint_load"]
     assert hook.told[1][1]["step"] == 2
     assert len(list((tmp_path / "runs").iterdir())) == 1
