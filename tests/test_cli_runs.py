@@ -404,6 +404,19 @@ def test_only_a_completed_run_with_a_finite_loss_is_green_in_a_terminal(
     assert bool(re.search(rf"\x1b\[32m *{status}", in_a_terminal(three))) is is_green
 
 
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [(120, ""), (80, "started (UTC), git"), (60, "started (UTC), duration, config, git")],
+)
+def test_a_narrow_terminal_gets_fewer_columns(three: Three, columns: int, left_out: str) -> None:
+    lines = in_a_terminal(three, NO_COLOR="1", COLUMNS=str(columns)).splitlines()
+    assert len(lines) == 4
+    assert max(map(len, lines)) <= columns
+    whole = printed("--runs", three.folder / "runs").splitlines()[0]
+    heads = re.split(r"\s{2,}", whole)
+    assert [one for one in heads if one not in lines[0]] == left_out.split(", ") * bool(left_out)
+
+
 def test_what_ended_a_run_is_one_line(tmp_path: Path) -> None:
     def shown(error: BaseException) -> str:
         run = Run.create(tmp_path, config={}, seed=None, hooks=[])

@@ -15,9 +15,9 @@ from hookline.cli.command_base import (
     check_runs_folder,
     new_group,
 )
-from hookline.cli.text_output import print_json, show, show_lines
+from hookline.cli.text_output import print_json, show, show_lines, terminal_width
 from hookline.printable import printable
-from hookline.text_tables import format_table
+from hookline.text_tables import cell_width, format_table
 
 if TYPE_CHECKING:
     from hookline.runs.reader import OpenedRun
@@ -34,6 +34,7 @@ _STYLES = {
     r"  (interrupted|preempted)(?=  )": "yellow",
     r"  (error|lost|unknown)(?=  )": "red",
 }
+_LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id starts with the time
 
 runs_app = new_group("runs")
 
@@ -139,8 +140,13 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
         "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
         "git": [_commit(one["git"]) for one in overviews],
     }
-    rows = list(zip(*columns.values(), strict=True))
-    return format_table(list(columns), rows, limit=_MAX_RUNS)
+    width, less_needed = terminal_width(), list(_LESS_NEEDED)
+    while True:
+        rows = list(zip(*columns.values(), strict=True))
+        text = format_table(list(columns), rows, limit=_MAX_RUNS)
+        if width is None or not less_needed or max(map(cell_width, text.splitlines())) <= width:
+            return text
+        del columns[less_needed.pop(0)]
 
 
 def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
