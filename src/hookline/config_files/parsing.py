@@ -205,7 +205,7 @@ def _find_missing_colon(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[
     """Return that a key lacks its colon, and its line; None if something else is wrong."""
     problem, stopped, started = error.problem or "", error.problem_mark, error.context_mark
     lines = [line.split("#")[0].strip() for line in lines]
-    if "flow" in (error.context or ""):
+    if stopped is None or "flow" in (error.context or ""):
         return None
     if "could not find expected ':'" in problem and started is not None:
         line = started.line
