@@ -19,6 +19,7 @@ from hostile_checkpoints import make_template
 from hypothesis import settings
 from packages import install_package
 from promise_suites import PROMISE_SUITES
+from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hookline.runs import environment
@@ -43,6 +44,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Syncing takes long, on a busy disk seconds, and no test cuts the power. Tests of what is synced
+# replace these functions by their own; processes that tests start do sync.
+os.fsync = os.fdatasync = lambda fd: None
+
+# So many seconds a loader that the garbage collector frees waits for its worker, to which it cannot
+# say any more that it should end, before it ends it. (torch: 5 s.)
+_utils.MP_STATUS_CHECK_INTERVAL = 0.5
+
 _loader_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _init_iterator = _MultiProcessingDataLoaderIter.__init__
 
@@ -57,7 +66,7 @@ _MultiProcessingDataLoaderIter.__init__ = _init_and_note  # type: ignore[method-
 
 @pytest.fixture(autouse=True)
 def _end_workers() -> Iterator[None]:
-    """End the workers of loaders after each test: the garbage collector takes 5 s for each."""
+    """End the workers of loaders after each test, before the garbage collector does."""
     yield
     for iterator in list(_loader_iterators):
         iterator._shutdown_workers()
