@@ -34,7 +34,7 @@ os.environ.setdefault("HOOKLINE_REPORT", "0")
 
 # A case may take as long as the machine needs for it. `make test` tries the same cases each time:
 # it fails for what a change broke. `make soak` looks for new cases.
-SHARE_OF_CASES = 0.4
+SHARE_OF_CASES = 0.3
 settings.register_profile("hookline", deadline=None, derandomize=True)
 settings.load_profile("hookline")
 
@@ -45,7 +45,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # Syncing takes long, on a busy disk seconds, and no test cuts the power. Tests of what is synced
-# replace these functions by their own; processes that tests start do sync.
+# replace these functions by their own.
 os.fsync = os.fdatasync = lambda fd: None
 
 # So many seconds a loader that the garbage collector frees waits for its worker, to which it cannot
