@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ def start_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> A
 
 
 def run_ranks(
-    script: str | Path, *arguments: str | Path, ranks: int = 2, cwd: Path | None = None
+    script: str | Path,
+    *arguments: str | Path,
+    ranks: int = 2,
+    cwd: Path | None = None,
+    imports: Sequence[str] = (),
 ) -> str:
     """Run a script of this folder, or `-m` and a module, in several processes.
 
@@ -62,7 +66,7 @@ def run_ranks(
         ]
         first = script if script == "-m" else HERE / script
         command = [str(first), *map(str, arguments)]
-        done = run_warm_together(command, environments, cwd=cwd, seconds=300)
+        done = run_warm_together(command, environments, cwd=cwd, seconds=300, imports=imports)
     assert not any(each.returncode for each in done), "".join(each.stderr[-3000:] for each in done)
     return "".join(each.stdout for each in done)
 

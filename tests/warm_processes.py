@@ -175,8 +175,13 @@ def run_warm_together(
     *,
     cwd: Path | None = None,
     seconds: float = 180.0,
+    imports: Sequence[str] = (),
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run Python in a process for each environment; if one fails, the others are killed."""
+    """Run Python in a process for each environment; if one fails, the others are killed.
+
+    Args:
+        imports: modules that take long to import, and all of the processes import.
+    """
     parent = _parent()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -187,6 +192,7 @@ def run_warm_together(
                 environment=dict(environment),
                 out=str(folder / f"{number}.out"),
                 err=str(folder / f"{number}.err"),
+                imports=[*imports],
             )
             for number, environment in enumerate(environments)
         ]
@@ -285,8 +291,10 @@ def _fork(function: str, folder: str, arguments: list[str], log: str) -> int:
         os._exit(code)
 
 
-def _fork_python(python: list[str], cwd: str, environment: Any, out: str, err: str) -> int:
-    for module in _IMPORTED:
+def _fork_python(
+    python: list[str], cwd: str, environment: Any, out: str, err: str, imports: Sequence[str] = ()
+) -> int:
+    for module in (*_IMPORTED, *imports):
         import_module(module)
     pid = os.fork()
     if pid:
