@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 BENCH_BIN := .venv-bench/bin
 INSTALLED := .venv/.installed
+# One more than there are cores, because tests often wait for processes.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(4, os.cpu_count() + 1))')
 DEMO_INSTALLED := .venv/.demo_installed
 BENCH_INSTALLED := .venv-bench/.installed
 
@@ -18,7 +20,7 @@ demo: $(DEMO_INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
 
 test: $(INSTALLED) ## run the test suite, on all cores
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cases, and what make test leaves out
 	$(BIN)/python tests/kill_and_resume.py --kills 200

@@ -19,6 +19,7 @@ from hostile_checkpoints import make_template
 from hypothesis import settings
 from packages import install_package
 from promise_suites import PROMISE_SUITES
+from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hookline.runs import environment
@@ -33,7 +34,7 @@ os.environ.setdefault("HOOKLINE_REPORT", "0")
 
 # A case may take as long as the machine needs for it. `make test` tries the same cases each time:
 # it fails for what a change broke. `make soak` looks for new cases.
-SHARE_OF_CASES = 0.4
+SHARE_OF_CASES = 0.3
 settings.register_profile("hookline", deadline=None, derandomize=True)
 settings.load_profile("hookline")
 
@@ -42,6 +43,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # inherit it and never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# Syncing takes long, on a busy disk seconds, and no test cuts the power. Tests of what is synced
+# replace these functions by their own.
+os.fsync = os.fdatasync = lambda fd: None
+
+# So many seconds a loader that the garbage collector frees waits for its worker, to which it cannot
+# say any more that it should end, before it ends it. (torch: 5 s.)
+_utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 _loader_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _init_iterator = _MultiProcessingDataLoaderIter.__init__
@@ -57,7 +66,7 @@ _MultiProcessingDataLoaderIter.__init__ = _init_and_note  # type: ignore[method-
 
 @pytest.fixture(autouse=True)
 def _end_workers() -> Iterator[None]:
-    """End the workers of loaders after each test: the garbage collector takes 5 s for each."""
+    """End the workers of loaders after each test, before the garbage collector does."""
     yield
     for iterator in list(_loader_iterators):
         iterator._shutdown_workers()

@@ -341,7 +341,7 @@ def start(folder: Path, *names: str, **variables: str) -> None:
     script = Path(__file__).with_name("old_runs_training.py")
     with mock.patch.dict(os.environ, variables):
         if names[0] in LOOPS_OF_RANKS:
-            run_ranks(script, folder, *names)
+            run_ranks(script, folder, *names, imports=["transformers.trainer"])
             return
         done = run_warm([str(script), str(folder), *names], environment=os.environ, seconds=300)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,16 @@ def start_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> A
     )
 
 
-def run_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> str:
-    """Run a script of this folder in several processes; return what they printed.
+def run_ranks(
+    script: str | Path,
+    *arguments: str | Path,
+    ranks: int = 2,
+    cwd: Path | None = None,
+    imports: Sequence[str] = (),
+) -> str:
+    """Run a script of this folder, or `-m` and a module, in several processes.
+
+    Returns what they printed.
 
     The processes have the variables and the store that torchrun would give them, and have imported
     torch already. Where the end of a process matters to the others, use `start_ranks`.
@@ -56,8 +64,9 @@ def run_ranks(script: str | Path, *arguments: str | Path, ranks: int = 2) -> str
             }
             for rank in range(ranks)
         ]
-        command = [str(HERE / script), *map(str, arguments)]
-        done = run_warm_together(command, environments, seconds=300)
+        first = script if script == "-m" else HERE / script
+        command = [str(first), *map(str, arguments)]
+        done = run_warm_together(command, environments, cwd=cwd, seconds=300, imports=imports)
     assert not any(each.returncode for each in done), "".join(each.stderr[-3000:] for each in done)
     return "".join(each.stdout for each in done)
 

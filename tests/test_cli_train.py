@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import ENVIRONMENT, HOOKLINE, run_hookline
+from warm_processes import WarmProcess, start_warm
 
 import hookline
 
@@ -83,15 +84,10 @@ def test_train_ends_with_the_runs_path(project: Path) -> None:
     assert done.stderr == ""
 
 
-def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*HOOKLINE, "train", "train.yaml", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=project,
-        env={**ENVIRONMENT, "WAITS": "1"},
-    )
+def start(project: Path) -> WarmProcess:
+    words = ["-m", "hookline", "train", "train.yaml"]
+    environment = {**ENVIRONMENT, "WAITS": "1"}
+    return start_warm(words, cwd=project, environment=environment, log=project / "log.txt")
 
 
 def wait_for_a_checkpoint(project: Path) -> Path:
@@ -104,12 +100,12 @@ def wait_for_a_checkpoint(project: Path) -> Path:
 
 
 def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
-    with start(project) as process:
-        path = wait_for_a_checkpoint(project)
-        process.send_signal(signal.SIGINT)
-        (project / "go").touch()
-        printed, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    process = start(project)
+    path = wait_for_a_checkpoint(project)
+    process.send_signal(signal.SIGINT)
+    (project / "go").touch()
+    assert process.wait() == 130
+    printed, errors = process.output, process.errors
     command = f"hookline train train.yaml --resume {path.name}"
     assert errors == f"hookline: Interrupted. To resume: {command}\n"
     assert printed.splitlines()[-1] == f"run runs/{path.name}"
@@ -132,10 +128,10 @@ def test_ctrl_c_leaves_a_run_that_resume_goes_on_with(project: Path) -> None:
 
 
 def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path) -> None:
-    with start(project) as process:
-        path = wait_for_a_checkpoint(project)
-        process.kill()
-        process.communicate(timeout=60)
+    process = start(project)
+    path = wait_for_a_checkpoint(project)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     again = run_hookline("train", "--resume", "train.yaml", cwd=project)
     assert f"Resuming the run {path.name} (lost)" in again.stdout
     assert hookline.open_run(path).status == "completed"

@@ -42,7 +42,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What they see in each of two processes, beside an update, by loop."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("conformance_ranks.py", folder)
+    run_ranks("conformance_ranks.py", folder, imports=["transformers.trainer"])
     first, second = (torch.load(folder / f"{rank}.pt") for rank in (0, 1))
     return {name: [first[name], second[name]] for name in first}
 

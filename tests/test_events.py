@@ -1,14 +1,15 @@
 """The event table, compared with the design's table, which is repeated here."""
 
 import importlib.util
-import os
 import re
+import runpy
 import shutil
-import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from warm_processes import WarmParent
 
 import hookline
 from hookline.events import COMMON, EVENTS, LOOP_MAP, NAMES, find_event
@@ -177,7 +178,7 @@ def test_the_loop_map_has_the_events_in_the_order_of_the_table():
 
 
 @pytest.fixture
-def project(tmp_path):
+def project(tmp_path, generate):
     """Copy the files that the generator reads and writes."""
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
@@ -193,36 +194,63 @@ def read_files(root):
     return {path: path.read_bytes() for path in files}
 
 
-def generate(root, *options):
-    return subprocess.run(
-        [sys.executable, root / "tools" / "generate.py", *options],
-        env={**os.environ, "PYTHONPATH": str(root / "src")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_generator(root, *options):
+    """Generate with the code in a folder, in a process that has imported other libraries only."""
+    forget_hookline()
+    sys.path[:0] = [f"{root}/tools", f"{root}/src"]
+    sys.argv = ["generate.py", *options]
+    with suppress_success():
+        runpy.run_path(f"{root}/tools/generate.py", run_name="__main__")
+    forget_hookline()  # so that the next process, too, starts without it
 
 
-def test_the_generated_files_are_up_to_date():
-    done = generate(ROOT, "--check")
-    assert done.returncode == 0, done.stdout + done.stderr
+def forget_hookline():
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hookline"]:
+        del sys.modules[name]
 
 
-def test_a_changed_table_is_detected_and_then_written_to_every_file(project):
-    assert generate(project, "--check").returncode == 0
+@contextmanager
+def suppress_success():
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code:
+            raise
+
+
+@pytest.fixture(scope="module")
+def generate(tmp_path_factory):
+    """Return a function that runs the generator: importing what it needs takes ten seconds."""
+    folder = tmp_path_factory.mktemp("logs")
+    with WarmParent() as parent:
+
+        def generate(root, *options):
+            log = folder / f"{len(list(folder.iterdir()))}.txt"
+            process = parent.start(run_generator, root, *options, log=log)
+            return process.wait(120), process.output
+
+        yield generate
+
+
+def test_the_generated_files_are_up_to_date(generate):
+    assert generate(ROOT, "--check") == (0, "")
+
+
+def test_a_changed_table_is_detected_and_then_written_to_every_file(project, generate):
+    assert generate(project, "--check") == (0, "")
     events = project / "src/hookline/events.py"
     text = events.read_text(encoding="utf-8")
     events.write_text(text.replace('"on_training_end"', '"on_finish"'), encoding="utf-8")
 
     before = read_files(project)
-    behind = generate(project, "--check")
-    assert behind.returncode == 1
+    code, output = generate(project, "--check")
+    assert code == 1
     for name in ("hook.py", "events.md"):
-        assert name in behind.stdout
+        assert name in output
     assert read_files(project) == before  # checking changes no file
 
-    assert generate(project).returncode == 0
-    assert generate(project, "--check").returncode == 0
+    assert generate(project)[0] == 0
+    assert generate(project, "--check") == (0, "")
     for name in ("src/hookline/hook.py", "docs/events.md"):
         assert "on_finish" in (project / name).read_text(encoding="utf-8")
         assert "on_training_end" not in (project / name).read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run_hookline
 from distributed_training import describe, loaders, make
 from rank_checks import run_ranks
 
@@ -221,7 +222,7 @@ def test_the_command_line_trains_in_two_processes_and_speaks_once(tmp_path: Path
     resume = f"torchrun --nproc_per_node 2 -m hookline train train.yaml --resume {run_folder.name}"
     assert resume in output
 
-    output = finish(start(*train, "--resume", cwd=tmp_path))
+    output = run_ranks(*train, "--resume", cwd=tmp_path)
     assert output.count("Resuming") == output.count("completed after") == 1, output
     assert "step 160" in output
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [run_folder.name]
@@ -232,10 +233,6 @@ def test_the_command_line_trains_in_two_processes_and_speaks_once(tmp_path: Path
     report, _, cause = output.partition("Root Cause")
     assert report.count("] command line: trainer.epochs: Unknown key") == 1, output
     assert "Unknown key" in cause
-    verify = [sys.executable, "-m", "hookline", "verify", "train.yaml"]
-    environment = {**os.environ, "WORLD_SIZE": "2", "RANK": "0"}
-    ended = subprocess.run(
-        verify, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    ended = run_hookline("verify", "train.yaml", cwd=tmp_path, WORLD_SIZE="2", RANK="0")
     assert ended.returncode == 1
     assert "Start it without torchrun" in ended.stderr

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from loops import batches, make, recorder, run_on_two_ranks, same, train, weights
 from torch import nn
 from torch.nn import functional as F
+from warm_processes import start_warm
 
 import hookline
 from hookline.checkpoint import complete_checkpoints, load_checkpoint
@@ -601,16 +602,16 @@ def test_a_killed_loop_ends_with_the_same_weights(tmp_path: Path) -> None:
 
     def train_until(name: str, step: int | None) -> int:
         """Run the script, and kill it after a step; return the step that it began from."""
-        command = [sys.executable, str(script), str(tmp_path / name), str(tmp_path / f"{name}.pt")]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        first = int(process.stdout.readline().split()[1])
-        for line in process.stdout:
+        words = [str(script), str(tmp_path / name), str(tmp_path / f"{name}.pt")]
+        log = tmp_path / f"{name}_{step}.txt"
+        process = start_warm(words, environment=os.environ, log=log)
+        lines = process.lines()
+        first = int(next(lines).split()[1])
+        for line in lines:
             if step is not None and int(line) >= step:
-                process.kill()  # SIGKILL
+                process.send_signal(signal.SIGKILL)
                 break
-        process.communicate()
-        assert step is not None or process.returncode == 0
+        assert process.wait() == (0 if step is None else -signal.SIGKILL), process.errors
         return first
 
     train_until("whole", None)

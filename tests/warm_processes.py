@@ -27,13 +27,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 
 class WarmParent:
@@ -83,10 +83,19 @@ class WarmProcess:
 
     def __init__(self, parent: WarmParent, pid: int, log: Path) -> None:
         self._parent, self.pid, self._log = parent, pid, log
+        self._code: int | None = None
 
     def wait(self, seconds: float = 60.0) -> int:
         """Wait for its end; return the exit code, negative after a signal."""
-        return self._parent.request(wait=self.pid, seconds=seconds)
+        if self._code is None:
+            self._code = self._parent.request(wait=self.pid, seconds=seconds)
+        return self._code
+
+    def poll(self) -> int | None:
+        """Return the exit code if it has ended."""
+        if self._code is None and (code := self._parent.request(look=self.pid)) != _RUNNING:
+            self._code = code
+        return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal."""
@@ -97,12 +106,55 @@ class WarmProcess:
         """What it has printed."""
         return self._log.read_text()
 
+    @property
+    def errors(self) -> str:
+        """What a process of `start_warm` has printed as errors."""
+        return _errors_of(self._log).read_text()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that it prints, until it ends."""
+        has_ended = False
+        with self._log.open() as file:
+            while not has_ended:
+                has_ended = self.poll() is not None
+                while line := _read_line(file):
+                    yield line
+
+
+def _read_line(file: TextIO) -> str:
+    """Return the next whole line, or nothing after some milliseconds."""
+    place = file.tell()
+    if (line := file.readline()).endswith("\n"):
+        return line
+    file.seek(place)
+    time.sleep(0.005)
+    return ""
+
+
+def _errors_of(log: Path) -> Path:
+    return log.with_name(f"{log.name}.err")
+
 
 @cache  # one for all tests of this process
 def _parent() -> WarmParent:
     parent = WarmParent()
     atexit.register(parent.__exit__)
     return parent
+
+
+def start_warm(
+    arguments: Sequence[str], *, cwd: Path | None = None, environment: Mapping[str, str], log: Path
+) -> WarmProcess:
+    """Start Python with these arguments, as `run_warm` does; what it prints is put into a file."""
+    log.touch()
+    pid = _parent().request(
+        python=[*arguments],
+        cwd=str(cwd or Path.cwd()),
+        environment=dict(environment),
+        out=str(log),
+        err=str(_errors_of(log)),
+    )
+    return WarmProcess(_parent(), pid, log)
 
 
 def run_warm(
@@ -123,8 +175,13 @@ def run_warm_together(
     *,
     cwd: Path | None = None,
     seconds: float = 180.0,
+    imports: Sequence[str] = (),
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run Python in a process for each environment; if one fails, the others are killed."""
+    """Run Python in a process for each environment; if one fails, the others are killed.
+
+    Args:
+        imports: modules that take long to import, and all of the processes import.
+    """
     parent = _parent()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -135,6 +192,7 @@ def run_warm_together(
                 environment=dict(environment),
                 out=str(folder / f"{number}.out"),
                 err=str(folder / f"{number}.err"),
+                imports=[*imports],
             )
             for number, environment in enumerate(environments)
         ]
@@ -168,10 +226,12 @@ def _serve() -> None:
 
     torch.set_num_threads(1)  # threads do not survive a fork
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.fsync = os.fdatasync = lambda fd: None  # takes long, and a kill does not need it
     for line in sys.stdin:
         request = json.loads(line)
         answer = next(ask for key, ask in _REQUESTS.items() if key in request)(**request)
         print(answer, flush=True)
+    os._exit(0)  # the interpreter would free each object, which takes seconds
 
 
 def end_workers(sessions: set[int]) -> None:
@@ -231,8 +291,10 @@ def _fork(function: str, folder: str, arguments: list[str], log: str) -> int:
         os._exit(code)
 
 
-def _fork_python(python: list[str], cwd: str, environment: Any, out: str, err: str) -> int:
-    for module in _IMPORTED:
+def _fork_python(
+    python: list[str], cwd: str, environment: Any, out: str, err: str, imports: Sequence[str] = ()
+) -> int:
+    for module in (*_IMPORTED, *imports):
         import_module(module)
     pid = os.fork()
     if pid:
