@@ -148,7 +148,8 @@ class BuiltIn(Hook):
     @classmethod
     def follows_registration(cls) -> bool:
         """Return whether `every` of the registration sets the option `every` of the hook."""
-        own = get_options(cls).get("every")
+        kind: Any = cls  # mypy does not take a class with classmethods for hashable
+        own = get_options(kind).get("every")
         return own is not None and own.default is not None
 
     def hookline_follow(self, every: int) -> bool:
