@@ -23,8 +23,8 @@ test: $(INSTALLED) ## run the test suite, on all cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cases, and what make test leaves out
-	$(BIN)/python tests/kill_and_resume.py --kills 200
-	folder=$$(mktemp -d) && $(BIN)/python tests/interrupted_sessions.py 300 $$folder; \
+	$(BIN)/python tests/support/kill_and_resume.py --kills 200
+	folder=$$(mktemp -d) && $(BIN)/python tests/support/interrupted_sessions.py 300 $$folder; \
 		failed=$$?; rm -r $$folder; exit $$failed
 	$(BIN)/python -m pytest -p soak -q tests
 

@@ -25,7 +25,12 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from hookline.runs import environment
 
 ROOT = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parent / "support"
 
+# Processes that tests start import the shared modules, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 # Tests compare the records of runs, also of other processes: on a slow machine some would take long
 # enough for samples of the system.
 os.environ["HOOKLINE_SAMPLE_SECONDS"] = "0"

@@ -1,5 +1,6 @@
 """Odd values given to everything that takes a value: it works, or an error of Hookline is raised.
 
+    export PYTHONPATH=tests/support
     python tests/test_odd_values.py                  # every value for every call
     python tests/test_odd_values.py -n 10 attach     # ten values, calls whose names contain a text
 
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hosts import LOOPS
+from every_loop import LOOPS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_values import ODD_VALUES, Call, Raw, calls, train, try_value

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hostile_resumes import text_of
-from hosts import LOOPS
+from every_loop import LOOPS
 from loops import batches, fit, make, make_trainer, same, train, weights
 from rank_checks import run_ranks
+from resumed_training import text_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

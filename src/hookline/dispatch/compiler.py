@@ -21,7 +21,7 @@ to that:
         resume(context, index + 1, fatal, a_step)  # the remaining hooks are still called
 
 When a hook has a schedule or is timed at each call, every call has its own `try`, as in `timed` and
-`resume`. `tests/golden/dispatchers.txt` shows complete examples.
+`resume`. `tests/dispatch/golden/dispatchers.txt` shows complete examples.
 
 All other names are globals that belong to one dispatcher. A hook that is removed while an event is
 being fired is replaced there (`hook0`), so that it is not called any more.

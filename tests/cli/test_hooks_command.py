@@ -1,0 +1,351 @@
+"""`hookline hooks`, `hookline events`, completion and `--debug`, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from commands import ENVIRONMENT, HOOKLINE, run_hookline
+from packages import describe_package
+
+import hookline as library
+from hookline.config.hook_names import BUILT_INS, PROBES, load_hook_class
+from hookline.config.registry import HookRegistry
+from hookline.events import COMMON, EVENTS, LOOP_MAP
+
+
+def hookline(
+    *arguments: str, cwd: Path | None = None, path: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    if path is not None:
+        variables["PYTHONPATH"] = str(path)
+    return run_hookline(*arguments, cwd=cwd, **variables)
+
+
+def printed_json(*arguments: str, **options: Any) -> Any:
+    done = hookline(*arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# -- hookline hooks -------------------------------------------------------------------------------
+
+
+def test_all_hooks_are_listed_with_kind_and_purpose_in_groups() -> None:
+    done = hookline("hooks")
+    assert done.returncode == 0, done.stderr
+    for name in {**BUILT_INS, **PROBES}:
+        kind = load_hook_class(name)
+        purpose = (kind.__doc__ or "").partition("\n")[0]
+        line = rf"^  {name} +{kind.hookline_kind} +{re.escape(purpose)}"
+        assert re.search(line, done.stdout, re.MULTILINE), name
+    headings = [line for line in done.stdout.splitlines() if line and line[0] != " "]
+    assert headings[0] == "Monitor training"
+    assert "Transform gradients" in headings
+    assert "hookline hooks show NAME" in headings[-1]
+    assert "\x1b" not in done.stdout
+
+
+def test_the_list_for_programs_says_the_same() -> None:
+    listed = printed_json("hooks", "--json")
+    assert {one["name"] for one in listed} == {**BUILT_INS, **PROBES}.keys()
+    (ema,) = [one for one in listed if one["name"] == "ema"]
+    assert ema["group"] == "Control training"
+    assert ema["class"] == BUILT_INS["ema"]
+    assert (ema["kind"], ema["package"], ema["problem"]) == ("loop", "hookline", None)
+
+
+def test_the_hooks_of_an_installed_package_are_listed_and_shown(site: Path) -> None:
+    done = hookline("hooks", path=site)
+    assert "From the package acme-hooks\n" in done.stdout
+    assert re.search(r"^  loss_ceiling +loop +Stops training when", done.stdout, re.MULTILINE)
+    assert re.search(r"^  gradient_sign +update +Keeps only the", done.stdout, re.MULTILINE)
+    shown = hookline("hooks", "show", "loss_ceiling", path=site).stdout
+    assert "from acme_hooks import LossCeiling" in shown
+    assert "ceiling: float (default 100.0)" in shown
+
+
+def test_a_package_that_is_broken_does_not_hide_the_others(tmp_path: Path) -> None:
+    points = {"gone": "not_there:Hook", "odd": "os.path:join", "ema": "not_there:EMA"}
+    describe_package(tmp_path, "broken", points)
+    done = hookline("hooks", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^  gone +\? +'not_there.Hook': There is no", done.stdout, re.MULTILINE)
+    assert re.search(r"^  odd +\? +'odd' is not a hook", done.stdout, re.MULTILINE)
+    assert (
+        "The name 'ema' is taken. Use 'broken:ema' for the hook of the package broken."
+        in done.stdout
+    )
+    assert re.search(r"^  early_stopping +loop", done.stdout, re.MULTILINE)
+    shown = hookline("hooks", "show", "gone", path=tmp_path)
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert "There is no module 'not_there'." in shown.stderr
+
+
+# -- hookline hooks show --------------------------------------------------------------------------
+
+
+def test_a_hook_is_shown_with_options_events_cost_and_examples() -> None:
+    done = hookline("hooks", "show", "early_stopping")
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "early_stopping: Stops training when a metric has not improved",
+        "patience: int",
+        "monitor: str (default 'val/loss')",
+        "on_validation_end",
+        library.EarlyStopping.hookline_cost,
+        "trainer.add_hook(hookline.EarlyStopping(",
+        "- name: early_stopping",
+    ):
+        assert text in done.stdout, text
+
+
+def test_a_needed_option_is_said_to_be_needed() -> None:
+    facts = printed_json("hooks", "show", "upload", "--json")
+    (option,) = [one for one in facts["options"] if one["name"] == "destination"]
+    assert option["required"]
+    assert "destination" in facts["python"]
+    assert "destination" in facts["yaml"]
+    assert "(required)" in hookline("hooks", "show", "upload").stdout
+
+
+def test_every_example_can_be_pasted() -> None:
+    from hookline.cli.hook_facts import describe_hook
+    from hookline.config.hook_names import known_hooks
+
+    for name, known in known_hooks().items():
+        facts = describe_hook(known)
+        registry = HookRegistry(yaml.safe_load(facts["yaml"]))
+        assert registry.list_hooks() == [name]
+        manager = library.HookManager()
+        exec(facts["python"], {"trainer": manager})
+        assert manager.list_hooks() == [name]
+        given = registry.get_hook(name).hookline_options
+        assert repr(given) == repr(manager.get_hook(name).hookline_options)
+        json.dumps(facts)
+
+
+def test_a_hook_of_ones_own_is_shown_by_its_class_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import hookline\n"
+        "class Mine(hookline.Hook):\n"
+        "    '''Does it.'''\n"
+        "    def __init__(self, often: int, names: list[str], what): pass\n"
+        "    def on_step_end(self, loss, step): pass\n"
+    )
+    facts = printed_json("hooks", "show", "mine.Mine", "--json", cwd=tmp_path)
+    assert facts["purpose"] == "Does it."
+    assert facts["events"] == [{"event": "on_step_end", "asks": ["loss", "step"]}]
+    python = "from mine import Mine\n\ntrainer.add_hook(Mine(often=1, names=[], what='…'))"
+    assert facts["python"] == python
+    assert "It only observes" in hookline("hooks", "show", "mine.Mine", cwd=tmp_path).stdout
+
+
+def test_a_short_class_name_is_enough() -> None:
+    assert printed_json("hooks", "--json", "show", "EarlyStopping")["name"] == "early_stopping"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["show", "emma"], 1, ["'emma'", "Did you mean 'ema'?"]),
+        (["show", "os.path.join"], 1, ["'os.path.join' is not a hook"]),
+        (["show"], 2, ["NAME", "See: hookline hooks show --help"]),
+        (["shw"], 2, ["shw", "See: hookline hooks --help"]),
+        (["--jsn"], 2, ["--jsn", "--json"]),
+    ],
+)
+def test_a_mistake_is_one_line_that_helps(
+    arguments: list[str], code: int, words: list[str]
+) -> None:
+    done = hookline("hooks", *arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_hook_that_could_not_be_registered_says_why(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import hookline\nclass Mine(hookline.Hook):\n    def on_step_edn(self): pass\n"
+    )
+    done = hookline("hooks", "show", "mine.Mine", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Mine.on_step_edn is not an event. Did you mean 'on_step_end'?" in done.stderr
+
+
+# -- hookline events ------------------------------------------------------------------------------
+
+
+def test_all_events_are_listed_with_their_arguments_and_the_loop() -> None:
+    done = hookline("events")
+    assert done.returncode == 0, done.stderr
+    for event in EVENTS.values():
+        assert f"\n  {event.name}" in done.stdout
+        assert event.doc in done.stdout
+        assert all(alias in done.stdout for alias in event.aliases)
+    words = done.stdout.split()
+    assert all(argument.name in words for argument in COMMON)
+    assert " ".join(LOOP_MAP.split()) in " ".join(words)
+
+
+def test_events_for_programs() -> None:
+    told = printed_json("events", "--json")
+    assert [one["name"] for one in told["events"]] == list(EVENTS)
+    assert told["loop"] == LOOP_MAP
+    (event,) = [one for one in told["events"] if one["name"] == "on_train_batch_end"]
+    assert event["aliases"] == ["on_batch_end"]
+    assert {"dataloader_idx", "loss"} <= {one["name"] for one in event["arguments"]}
+    assert [one["name"] for one in told["common"]] == [one.name for one in COMMON]
+
+
+# -- the command as a whole -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_shown_for_the_usual_shells(shell: str) -> None:
+    done = hookline("--show-completion", shell)
+    assert done.returncode == 0, done.stderr
+    assert "_HOOKLINE_COMPLETE" in done.stdout
+
+
+def complete(*words: str) -> list[str]:
+    line = " ".join(["hookline", *words])
+    variables = {
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words)),
+        "_HOOKLINE_COMPLETE": "complete_bash",
+    }
+    done = hookline(**variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_names_of_hooks_and_commands_are_completed() -> None:
+    assert complete("hooks", "show", "grad") == [
+        "gradient_monitor",
+        "gradient_noise_scale",
+        "gradient_flow",
+    ]
+    assert complete("hooks", "show", "early") == ["early_stopping"]
+    assert "events" in complete("ev")
+
+
+def test_help_and_events_need_neither_torch_nor_yaml() -> None:
+    script = (
+        "import sys, hookline.cli.app as app\n"
+        "for words in (['hooks', '--help'], ['hooks', 'show', '--help'], ['events', '--help'],\n"
+        "              ['init', '--help'], ['--help'], ['events']):\n"
+        "    sys.argv = ['hookline', *words]\n"
+        "    try: app.main()\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'yaml'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    for example in ("hookline hooks show gradient_monitor", "hookline init my_project"):
+        assert example in done.stdout
+
+
+@pytest.mark.parametrize("unwanted", ["typer", "yaml", "pydantic", "torch"])
+def test_importing_hookline_does_not_import(unwanted: str) -> None:
+    code = f"import hookline, sys; sys.exit({unwanted!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+BUG = (
+    "import sys, hookline.cli.app as app, hookline.events\n"
+    "hookline.events.LOOP_MAP = None\n"
+    "sys.argv = ['hookline', {words}]\n"
+    "app.main()"
+)
+
+
+def with_a_bug(words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", BUG.format(words=words)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+
+
+def test_what_nobody_expected_is_a_line_that_says_where_and_how_to_see_more() -> None:
+    done = with_a_bug("'events'")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    assert re.search(r"^hookline: AttributeError: .*hooks_command\.py, line \d+", done.stderr)
+    assert "For the traceback, run: hookline --debug events" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["'--debug', 'events'", "'events', '--debug'"])
+def test_debug_shows_the_traceback_of_what_nobody_expected(words: str) -> None:
+    done = with_a_bug(words)
+    assert done.returncode == 1
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "AttributeError" in done.stderr
+
+
+def test_a_users_mistake_has_no_traceback_even_then() -> None:
+    done = hookline("--debug", "hooks", "show", "emma")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_colours_are_for_terminals_that_want_them(no_color: bool) -> None:
+    script = "from hookline.cli.hooks_command import events; events()"
+    variables = {k: v for k, v in ENVIRONMENT.items() if k != "NO_COLOR"}
+    variables |= {"FORCE_COLOR": "1", "TERM": "xterm"} | ({"NO_COLOR": "1"} if no_color else {})
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables
+    )
+    assert ("\x1b[" in done.stdout) is not no_color
+
+
+def test_a_narrow_terminal_gets_lines_that_are_folded_at_words() -> None:
+    variables = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "70"}
+    folded = hookline("hooks", **variables).stdout
+    assert max(map(len, folded.splitlines())) <= 70
+    assert "\n" + " " * 29 in folded  # under the last column
+    assert folded.split() == hookline("hooks").stdout.split()
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = " ".join([*HOOKLINE, "hooks", "--json"])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | head -c1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[", "")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_command_and_only_those() -> None:
+    from typer.main import get_command
+
+    from hookline.cli.app import app
+
+    whole: Any = get_command(app)
+    commands = set()
+    for name, command in whole.commands.items():
+        commands.add(name)
+        commands |= {f"{name} {inner}" for inner in getattr(command, "commands", {})}
+    rows = re.findall(r"^\| `hookline ([a-z]+(?: [a-z]+)?)", PAGE, re.MULTILINE)
+    assert set(rows) == commands
+    shown = re.findall(r"^hookline ([a-z]+)", PAGE, re.MULTILINE)
+    assert set(shown) <= set(whole.commands)

@@ -1,0 +1,706 @@
+"""What DebugHook finds, what it says of it, and what it does then."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import every_loop
+import pytest
+import torch
+from loops import batches, fit, make, run_on_two_ranks, same, weights
+from torch.nn import functional as F
+
+import hookline
+from hookline import TrainingError
+from hookline.hooks.debugging.debug_hook import DebugHook
+from hookline.tensors.finiteness import all_finite, first_nonfinite
+from hookline.tensors.nested import named_tensors
+
+NAN, INF = float("nan"), float("inf")
+
+
+def train(*hooks, optimizer=None, **options):
+    return fit(*hooks, optimizers=optimizer, **{"on_nan": "continue"} | options)
+
+
+def bad_batch(value=NAN):
+    x, y = batches(1)[0]
+    x = x.clone()
+    x[2, 3] = value
+    return x, y
+
+
+class Poison(hookline.Hook):
+    """Puts a value into the gradients or the parameters, in one step."""
+
+    def __init__(self, what, at=2, value=NAN):
+        self.what, self.at, self.value = what, at, value
+
+    def on_after_backward(self, model, step):
+        if self.what == "gradients" and step + 1 == self.at:
+            model.first.bias.grad[3] = self.value
+            model.second.weight.grad[:] = self.value
+
+    def on_after_optimizer_step(self, model, step):
+        if self.what == "parameters" and step + 1 == self.at:
+            with torch.no_grad():
+                model.second.bias[0] = self.value
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+def test_a_bad_batch_is_named_when_the_loss_is_nan(caplog):
+    trainer = train(DebugHook(action="stop"), data=[*batches(2), bad_batch(), *batches(2)])
+    first = warnings(caplog)[0]
+    assert first == (
+        "Step 3: The loss is nan. The first part of the batch that is not finite is 'batch[0]' "
+        "(1 NaN and 0 Inf of 32)."
+    )
+    assert trainer.status == "stopped"
+
+
+def test_a_bad_parameter_is_named_when_the_loss_is_nan(caplog):
+    model, optimizer = make()
+    with torch.no_grad():
+        model.second.weight[1, 2] = NAN
+    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
+    said = warnings(caplog)[0]
+    assert "The first parameter that is not finite is 'second.weight' (1 NaN and 0 Inf" in said
+
+
+def test_a_bad_buffer_is_named_when_the_loss_is_nan(caplog):
+    model, optimizer = make()
+    model.register_buffer("scale", torch.tensor([INF]))
+    model.register_forward_hook(lambda module, args, out: out * module.scale)
+    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
+    assert "The first buffer that is not finite is 'scale' (0 NaN and 1 Inf of 1)" in caplog.text
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_the_bad_gradient_that_backward_computes_first_is_named(caplog, value):
+    train(Poison("gradients", value=value), DebugHook(action="stop"))
+    said = warnings(caplog)[0]
+    assert said.startswith("Step 2: The gradients of 2 of 4 parameters are not finite. ")
+    assert "from the end, the last of them is 'second.weight' (" in said
+    assert "and so are the outputs of all modules in a repeated forward" in said
+
+
+def test_a_bad_parameter_is_named_after_the_step_that_made_it(caplog):
+    everything = DebugHook(action="stop", check=["loss", "gradients", "parameters"])
+    trainer = train(Poison("parameters"), everything)
+    said = warnings(caplog)[0]
+    assert said == "Step 2: The parameter 'second.bias' (1 NaN and 0 Inf of 4) is not finite."
+    assert (trainer.status, trainer.step) == ("stopped", 2)
+
+
+def test_a_bad_parameter_is_named_with_the_loss_that_it_made_bad(caplog):
+    trainer = train(Poison("parameters"), DebugHook(action="stop"))
+    said = warnings(caplog)[0]
+    assert said.startswith("Step 3: The loss is nan. The first parameter that is not finite is")
+    assert "'second.bias'" in said
+    assert (trainer.status, trainer.step) == ("stopped", 2)
+
+
+def test_a_finite_training_is_left_alone_and_nothing_is_said(caplog):
+    model, optimizer = make()
+    trainer = train(DebugHook(), model=model, optimizer=optimizer, on_nan="stop")
+    other, its_optimizer = make()
+    train(model=other, optimizer=its_optimizer)
+    assert trainer.status == "completed"
+    assert same(weights(model), weights(other))
+    assert warnings(caplog) == []
+
+
+def test_the_trainers_own_error_comes_after_the_explanation(caplog):
+    with pytest.raises(TrainingError, match="The loss was nan"):
+        train(DebugHook(), data=[bad_batch()], on_nan="stop")
+    assert "batch[0]" in warnings(caplog)[0]
+
+
+def test_a_parameter_that_only_the_optimizer_knows_is_found(caplog):
+    model, _ = make()
+    outside = torch.nn.Parameter(torch.tensor([NAN]))
+    optimizer = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
+    hook = DebugHook(action="warn", check=["parameters"])
+    train(hook, model=model, optimizer=optimizer)
+    assert "'parameter 0 outside the model' (1 NaN" in warnings(caplog)[0]
+
+
+def test_gradients_are_checked_if_the_scaler_is_disabled(caplog):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)  # as in loops that are also run in fp16
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()], scaler=scaler):
+        for x, y in batches(1):
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert warnings(caplog)[0].startswith("Step 1: The gradients of 4 of 4 parameters")
+    assert warnings(caplog)[0].endswith("the first output that is not finite is that of 'first'.")
+
+
+def test_gradients_that_overflow_under_a_scaler_are_left_to_it(caplog):
+    class Scaled(hookline.Hook):
+        """Stands for an overflow: gradients are infinite where the scaler looks at them."""
+
+        def on_after_backward(self, model, step):
+            if not step:
+                model.first.bias.grad[0] = INF
+
+    hook = DebugHook(action="stop", check=["gradients"])
+    trainer = train(Scaled(), hook, precision="fp16")
+    assert trainer.status == "completed"
+    assert warnings(caplog) == []
+
+
+# -- repeating the forward -------------------------------------------------------------------------
+
+
+class Breaks(hookline.Hook):
+    """Lets a module of any model give NaN from the second step on."""
+
+    def on_step_end(self, model, step):
+        if step == 1:
+            tanh = next(module for module in model.modules() if isinstance(module, torch.nn.Tanh))
+            tanh.register_forward_hook(lambda module, args, output: output / 0 * 0)
+
+
+@pytest.mark.parametrize("loop", every_loop.LOOPS)
+def test_the_first_module_with_a_bad_output_is_named_in_every_loop(caplog, tmp_path, loop):
+    with suppress(TrainingError):  # the trainer's own, after it
+        every_loop.LOOPS[loop]([Breaks(), DebugHook()], tmp_path)
+    (said, *_) = [text for text in warnings(caplog) if text.startswith("Step ")]
+    assert said.startswith("Step 2: ")
+    assert said.endswith("the first output that is not finite is that of 'body.1'.") or (
+        loop == "lightning" and said.endswith(" is that of 'net.body.1'.")
+    )
+    (events,) = tmp_path.glob("runs/*/events.jsonl")
+    records = [json.loads(line) for line in events.read_text().splitlines()]
+    (found,) = [record for record in records if record["kind"] == "debug_finding"]
+    assert (found["step"], found["probe"], found["condition"]) == (2, "debug", "nonfinite")
+    assert (found["module"], found["where"]) == (said.split("'")[-2], "output")
+    assert said == f"Step 2: {found['message']}"
+
+
+class Odd(torch.nn.Module):
+    """Has everything that a forward may change: statistics, random numbers, attributes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.ReLU()
+        )
+        self.head = torch.nn.Linear(8, 4)
+        self.calls = 0
+        self.generator = torch.Generator().manual_seed(1)
+        self.is_broken = False
+
+    def forward(self, x):
+        self.calls += 1
+        noise = torch.rand(x.shape, generator=self.generator) * random.random()
+        x = self.layers(x + noise)
+        return self.head(x / 0 if self.is_broken else x)
+
+
+def train_odd(*hooks):
+    """Train with NaN in two of six steps, which are not applied; return all that may change."""
+    random.seed(0)
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    with hookline.attach(model, optimizer, hooks=hooks):
+        for i, (x, y) in enumerate(batches(6)):
+            model.is_broken = i in (2, 4)
+            F.mse_loss(model(x), y).backward()
+            kept.append([p.grad.clone() for p in model.parameters()])
+            if model.is_broken:
+                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = [*model.state_dict().values(), model.generator.get_state(), torch.get_rng_state()]
+    return [*state, *itertools.chain(*kept)], (model.calls, random.random())
+
+
+def test_the_repeated_forward_changes_nothing_in_training(caplog):
+    capture = hookline.probes.Capture("head", input=False)
+    plain, watched = train_odd(), train_odd(DebugHook(check=["loss"], action="warn"), capture)
+    for one, other in zip(plain[0], watched[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert plain[1] == watched[1]
+    assert len(capture.states()) == 6
+    said = [text for text in warnings(caplog) if "is that of 'head', and its input was" in text]
+    assert len(said) == 2
+    assert said[0].endswith("not finite already: look at the code of the model before that call.")
+
+
+def test_a_forward_that_changes_parameters_is_not_repeated(caplog):
+    model, optimizer = make()
+    key = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    model.register_parameter("key", key)
+
+    def move(module, args):
+        module.key.data.add_(1)  # as in the update of a momentum encoder
+
+    model.register_forward_pre_hook(move)
+    with hookline.attach(model, optimizer, hooks=[DebugHook(check=["loss"])]):
+        for x, y in batches(3):
+            (F.mse_loss(model(x), y) * NAN).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+    assert key == 3
+    (said, *_) = warnings(caplog)
+    assert "The model's forward could not be repeated: it changes parameters." in said
+
+
+def test_inputs_are_looked_at_where_the_batch_is_not_known(caplog):
+    model, optimizer = make()
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="warn")]):
+        for x, y in batches(2):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (said, *rest) = warnings(caplog)
+    assert "Parameters, buffers and the model's inputs are finite. In a repeated forward" in said
+    assert said.endswith("the first output that is not finite is that of 'first'.")
+    assert all(text.startswith("In this run") for text in rest)  # one message for all steps
+
+
+def test_the_code_that_passed_a_bad_value_down_is_named(caplog):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 4)
+
+        def forward(self, *, x, fails=False):
+            if fails:
+                raise ValueError
+            return self.inner(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x):
+            with suppress(ValueError):
+                self.block(x=x, fails=True)
+            return self.block(x=x / 0)
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert warnings(caplog)[0].endswith(
+        "is that of 'block.inner', and the input of 'block' was not finite already: look at the "
+        "code of the model before that call."
+    )
+
+
+def test_inputs_that_the_loop_computes_from_a_finite_batch_are_looked_at(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]) as session:
+        for x, y in session.batches(batches(2)):
+            session.backward(F.mse_loss(model(x / 0), y))
+            optimizer.step()
+    assert "The first input of the model that is not finite is 'args[0]'" in warnings(caplog)[0]
+
+
+def test_of_an_accumulated_step_only_the_forward_that_was_looked_at_is_called_finite(caplog):
+    model, optimizer = make()
+    (x, y), *_ = batches(1)
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for inputs in (x, x * NAN, x):
+            (F.mse_loss(model(inputs), y) / 3).backward()
+        optimizer.step()
+    said = warnings(caplog)[0]
+    assert "Parameters, buffers and the model's last inputs are finite" in said
+    assert "look at the step's 2 earlier forwards, at the loss function" in said
+
+
+def test_parameters_that_are_all_bad_are_counted_and_the_first_is_not_blamed(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
+        for x, y in batches(2):
+            F.mse_loss(model(x), y).backward()
+            optimizer.param_groups[0]["lr"] = INF
+            optimizer.step()
+            optimizer.zero_grad()
+    said = warnings(caplog)[0]
+    assert "4 of 4 parameters are not finite; the first in the model's order is 'first." in said
+
+
+def test_a_loss_that_is_checked_after_the_step_blames_no_parameter_for_it(caplog):
+    model, optimizer = make()
+    model.first.register_forward_hook(lambda module, args, output: output / 0)
+    with hookline.attach(model, optimizer, hooks=[DebugHook(check=["loss"])]):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    said = warnings(caplog)[0]
+    assert "parameters are not finite after the step, which may have made them so; the" in said
+    assert warnings(caplog)[1].endswith("in 1 check.")
+
+
+RANKS = """
+    import logging, sys, torch, hookline
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    dist.init_process_group("gloo")
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+            self.communicates = False
+
+        def forward(self, x):
+            x = self.first(x)
+            if self.communicates:
+                x = x + torch.zeros_like(x).copy_(reduced(x))
+            return self.second(x)
+
+    def reduced(x):
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    for communicates in (False, True):
+        model = Model()
+        model.communicates = communicates
+        if dist.get_rank() == 0:  # only one process sees it, and the other does not take part
+            model.second.register_forward_hook(lambda module, args, output: output * float("nan"))
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        hook = hookline.DebugHook(check=["loss"])
+        with hookline.attach(ddp, optimizer, hooks=[hook]) as session:
+            for _ in session.batches([0, 1]):
+                session.backward(ddp(torch.ones(3, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    dist.destroy_process_group()
+    print("ended")
+"""
+
+
+@pytest.mark.slow
+def test_one_of_several_processes_repeats_a_forward_only_if_it_does_not_communicate(tmp_path):
+    shown = run_on_two_ranks(textwrap.dedent(RANKS), tmp_path)
+    assert "the first output that is not finite is that of 'second'" in shown
+    assert "could not be repeated: it communicates with other processes" in shown
+    assert shown.count("ended") == 2
+
+
+# -- stopping --------------------------------------------------------------------------------------
+
+
+def run_unchanged_loop(n, **options):
+    """Run a loop that knows nothing of the session; every step is NaN, and so skipped."""
+    model, optimizer = make()
+    before = weights(model)
+    steps = 0
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")], **options) as session:
+        for _ in range(n):
+            (F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]) * NAN).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+    assert same(weights(model), before)  # all steps were skipped
+    return steps, session
+
+
+def test_a_loop_whose_steps_are_all_skipped_is_stopped_too():
+    with pytest.raises(hookline.StopTraining, match="The gradients of 4 of 4 parameters"):
+        run_unchanged_loop(20, on_stop="raise")
+
+
+def test_a_loop_that_goes_on_with_skipped_steps_is_reported_in_one_message_each(caplog):
+    steps, _ = run_unchanged_loop(20)
+    assert steps == 20
+    said = warnings(caplog)
+    assert sum("are not finite" in text and text.startswith("Step") for text in said) == 1
+    assert sum("but the loop goes on" in text for text in said) == 1
+    assert len(said) == 4  # and the counts of loss and gradients
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients", "parameters"])
+def test_only_what_is_asked_for_is_checked(caplog, what):
+    data = [bad_batch(), *batches(2)]
+    train(DebugHook(action="warn", check=[what]), data=data)
+    said = warnings(caplog)
+    expected = {"loss": "The loss", "gradients": "The gradient", "parameters": "The parameter"}
+    assert len(said) == 2
+    assert expected[what] in said[0]
+    assert said[1] == f"In this run the {what} had NaN or Inf in 3 checks."
+
+
+def test_warn_only_warns_and_says_it_once_until_it_was_finite_again(caplog):
+    data = [bad_batch(), bad_batch(), *batches(2)]
+
+    class Skips(hookline.Hook):
+        def on_before_backward(self, trainer, loss):
+            trainer.skip_optimizer_step()
+
+    trainer = train(Skips(), DebugHook(action="warn", check=["loss"]), data=data, max_epochs=2)
+    assert trainer.status == "completed"
+    said = warnings(caplog)
+    assert sum("The loss is nan" in text for text in said) == 2  # once in each epoch
+    assert said[-1] == "In this run the loss had NaN or Inf in 4 checks."
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_stop_ends_training_before_the_step_that_would_spoil_the_weights(what):
+    model, optimizer = make()
+    data = [bad_batch(), *batches(3)] if what == "loss" else batches(4)
+    hooks = [Poison(what, at=1), DebugHook(action="stop", check=[what])]
+    before = weights(model)
+    trainer = train(*hooks, data=data, model=model, optimizer=optimizer)
+    assert (trainer.status, trainer.step) == ("stopped", 0)
+    assert same(weights(model), before)
+
+
+def test_without_break_on_nan_it_stops_with_a_message(caplog):
+    trainer = train(DebugHook(break_on_nan=False), data=[bad_batch()])
+    assert trainer.status == "stopped"
+    assert trainer.stop_reason.startswith("DebugHook: The loss is nan")
+
+
+def test_break_where_there_is_no_terminal_stops():
+    assert train(DebugHook(break_on_nan=True), data=[bad_batch()]).status == "stopped"
+    assert train(DebugHook(action="break"), data=[bad_batch()]).status == "stopped"
+
+
+def test_it_stops_unless_it_is_only_to_warn(caplog):
+    assert train(DebugHook(), data=[bad_batch()]).status == "stopped"
+    caplog.clear()
+    assert train(DebugHook(action="warn"), data=[bad_batch()]).status == "completed"
+    assert "The loss is nan" in warnings(caplog)[0]
+
+
+def test_the_action_goes_before_break_on_nan():
+    hook = DebugHook(break_on_nan=True, action="warn")
+    assert train(hook, data=[bad_batch()]).status == "completed"
+    hook = DebugHook(break_on_nan=False, action="stop")
+    assert train(hook, data=[bad_batch()]).status == "stopped"
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients", "parameters"])
+def test_it_looks_at_every_nth_step_only(caplog, what):
+    """NaN in steps 1 and 2, and from then on, as it stays in the parameters."""
+    hook = DebugHook(action="warn", check=[what], every_n_steps=3)
+    train(hook, data=[bad_batch(), *batches(5)])
+    said = warnings(caplog)
+    assert said[0].startswith("Step 3: ")
+    assert said[1].endswith("in 2 checks.")
+
+
+def test_shapes_are_logged_for_the_first_batch_of_a_loader_and_when_they_change(caplog):
+    caplog.set_level(logging.INFO)
+    (x, y), *_ = batches(1)
+    data = {"a": [(x, y), (x, y), (x[:2], y[:2])], "b": [(x, y)]}
+    train(DebugHook(log_shapes=True), data=data)
+    said = [r.getMessage() for r in caplog.records if "A batch of" in r.getMessage()]
+    whole = "tuple(Tensor[4, 8] of float32, Tensor[4, 4] of float32)"
+    assert said == [
+        f"A batch of 'a' is {whole}",
+        "A batch of 'a' is now tuple(Tensor[2, 8] of float32, Tensor[2, 4] of float32)",
+        f"A batch of 'b' is {whole}",
+    ]
+
+
+def test_shapes_are_printed_where_the_log_is_not_shown(caplog, capsys):
+    caplog.set_level(logging.WARNING)
+    train(DebugHook(log_shapes=True))
+    assert "A batch of 'train' is tuple(Tensor[4, 8]" in capsys.readouterr().out
+
+
+def test_shapes_are_not_logged_unless_asked_for(caplog, capsys):
+    caplog.set_level(logging.INFO)
+    train(DebugHook())
+    assert "A batch of" not in caplog.text + capsys.readouterr().out
+
+
+def test_a_hook_with_nothing_to_do_is_an_error():
+    with pytest.raises(hookline.ConfigError, match="nothing to do"):
+        DebugHook(check=[])
+
+
+def test_its_name():
+    assert hookline.HookManager().add_hook(DebugHook()) == "debug"
+
+
+# -- where it runs ---------------------------------------------------------------------------------
+
+
+def test_gradients_are_checked_in_an_unchanged_bare_loop(caplog):
+    model, optimizer = make()
+    hook = DebugHook(action="warn", check=["gradients", "parameters"])
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in [*batches(1), bad_batch(), *batches(1)]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    said = warnings(caplog)
+    assert said == [
+        "Step 2: The gradients of 4 of 4 parameters are not finite. In the model's order, which "
+        "backward usually follows from the end, the last of them is 'second.bias' (4 NaN and 0 Inf "
+        "of 4). The first input of the model that is not finite is 'args[0]' (1 NaN and 0 Inf of "
+        "32).",
+        "In this run the gradients had NaN or Inf in 2 checks.",
+        "In this run the parameters had NaN or Inf in 2 checks.",
+    ]
+
+
+def test_an_unchanged_bare_loop_is_asked_to_stop_and_the_loss_is_checked(caplog):
+    model, optimizer = make()
+    reasons = []
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")]) as session:
+        session.stop = reasons.append
+        for x, y in [*batches(1), bad_batch()]:
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert [reason.split(".")[0] for reason in reasons] == [
+        "DebugHook: The gradients of 4 of 4 parameters are not finite"
+    ]
+    assert session.hooks.summary().failures == {}
+    assert all(weight.isfinite().all() for weight in model.parameters())  # the step was skipped
+
+
+def test_a_loss_that_a_bare_loop_does_not_provide_is_reported_once(caplog):
+    hook = DebugHook(action="warn")
+    model, _ = make()
+    for step in (1, 2):
+        hook.on_step_end(SimpleNamespace(model=model), step)
+    (said,) = warnings(caplog)
+    assert said.startswith("DebugHook cannot check the loss, because this loop does not provide it")
+
+
+def test_shapes_are_logged_only_where_batches_are_provided():
+    model, optimizer = make()
+    with (
+        pytest.raises(hookline.NotSuppliedError, match=r"debug .*needs on_train_batch_start"),
+        hookline.attach(model, optimizer, hooks=[DebugHook(log_shapes=True)]),
+    ):
+        for x, y in batches(1):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+
+def test_a_bare_loop_is_stopped(caplog):
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")]) as session:
+        for x, y in session.batches([*batches(1), bad_batch(), *batches(3)]):
+            optimizer.zero_grad()
+            session.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+    assert (session.status, session.step) == ("stopped", 1)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    assert "batch[0]" in warnings(caplog)[0]
+
+
+IN_TERMINAL = """
+    import torch, hookline
+    from hookline.hooks.debugging.debug_hook import DebugHook
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = hookline.TrainerConfig(runs=None, progress="off", on_nan="continue")
+    hook = DebugHook(break_on_nan=True, check=["loss"])
+    data = [(torch.full((3, 2), value), torch.ones(3, 1)) for value in (float("nan"), 1.0)]
+    trainer = hookline.Trainer(config, model, optimizer, hooks=[hook]).fit(data)
+    print("status:", trainer.status)
+"""
+
+
+def test_in_a_terminal_it_breaks_into_the_debugger_with_model_and_batch_at_hand(tmp_path):
+    shown = run_in_terminal(
+        IN_TERMINAL, tmp_path, answers=["p 'batch', batch[0].shape, model", "c", "c"]
+    )
+    assert "The loss is nan. The first part of the batch that is not finite is" in shown
+    assert "('batch', torch.Size([3, 2]), Linear(" in shown
+    assert "status: completed" in shown  # `c` goes on
+
+
+def run_in_terminal(code, folder, answers):
+    """Run a program in a real terminal, answer the debugger's prompts, return what was shown."""
+    pty = pytest.importorskip("pty")
+    parent, child = pty.openpty()
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    shown, waiting = b"", list(answers)
+    with subprocess.Popen(command, cwd=folder, stdin=child, stdout=child, stderr=child) as process:
+        os.close(child)
+        try:
+            with suppress(OSError):  # how Linux says that the other side is closed
+                while chunk := os.read(parent, 65536):
+                    shown += chunk
+                    if shown.endswith(b"(Pdb) "):
+                        os.write(parent, waiting.pop(0).encode() + b"\n")
+        finally:
+            os.close(parent)  # a debugger that still asks gets no answer, and ends
+    assert process.returncode == 0, shown.decode()
+    return shown.decode()
+
+
+# -- finding ---------------------------------------------------------------------------------------
+
+
+def test_values_so_large_that_norms_overflow_are_finite():
+    assert all_finite([torch.full((10,), 1e30), torch.full((4,), 6e4, dtype=torch.float16)])
+
+
+def test_tensors_anywhere_in_a_batch_are_named_by_their_path():
+    @dataclass
+    class Pair:
+        x: object
+        y: object
+
+    tensors = [torch.zeros(i) for i in range(4)]
+    batch = Pair({"a": tensors[:2]}, (tensors[2], Pair(tensors[3], "text")))
+    assert [name for name, _ in named_tensors(batch, "batch")] == [
+        *("batch.x['a'][0]", "batch.x['a'][1]", "batch.y[0]", "batch.y[1].x")
+    ]
+    assert [len(tensor) for _, tensor in named_tensors(batch, "batch")] == [0, 1, 2, 3]
+
+
+def test_mixed_kinds_of_tensors_are_looked_at():
+    fine = [
+        torch.zeros(0),
+        torch.tensor([1, 2]),
+        torch.ones(2, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.complex64),
+        torch.eye(2).to_sparse(),
+    ]
+    assert all_finite(fine)
+    assert all_finite([])
+    for bad in (
+        torch.tensor([1.0, NAN], dtype=torch.bfloat16),
+        torch.tensor([complex(INF, 0)]),
+        torch.tensor([[0.0, INF]]).to_sparse(),
+    ):
+        assert not all_finite([*fine, bad])
+        named = [(str(i), one) for i, one in enumerate([*fine, bad])]
+        assert first_nonfinite(named).startswith("'6' (")
+    assert first_nonfinite([("fine", torch.ones(1))]) is None

@@ -1,0 +1,71 @@
+"""Trackers beside the program's own use of W&B and MLflow, and runs that were copied or deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parents[1] / "support" / "tracked_beside.py"
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """Return what the tools' own readers have read."""
+    root = tmp_path_factory.mktemp("beside")
+    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
+    settings |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(root)],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((root / "read.json").read_text())
+
+
+def test_two_loops_at_the_same_time_have_a_run_of_wandb_each(read):
+    rows = read["loops_at_the_same_time"]
+    losses = {name: [row for row in rows[name] if row[1:] == ["train/loss"]] for name in rows}
+    assert [step for step, _ in losses["first"]] == [1, 2, 3]
+    assert [step for step, _ in losses["second"]] == [1, 2, 3, 4]
+    own = [row for row in rows["first"] if row[1:] == ["own"]]
+    assert [step for step, _ in own] == [0, 1, 2]  # in the run that `wandb.run` was
+
+
+def test_a_run_of_wandb_that_the_program_has_started_is_used_and_left_open(read):
+    found = read["run_of_the_program"]
+    assert found["active"]
+    assert found["ids"] == [True, True]
+    expected = [[1, "train/loss"], [1, "train/loss"], [None, "late"], [None, "own"]]
+    assert sorted(found["rows"], key=str) == sorted(expected, key=str)
+
+
+def test_an_active_run_of_mlflow_is_used_and_left_open(read):
+    found = read["active_mlflow_run"]
+    assert found["same"]
+    assert found["status"] == "RUNNING"
+    assert found["params"] == ["5", "1"]
+    assert {"own", "train/loss", "train/loss_epoch"} <= set(found["metrics"])
+
+
+def test_a_copied_run_continues_in_its_own_files(read):
+    copied = read["deleted_and_copied_mlflow_runs"]["copied"]
+    assert copied["steps"] == [1, 2, 3, 4, 3, 4]
+    assert copied["notes"] == ["000001", "000002", "000003", "000004"]
+
+
+def test_after_a_run_of_mlflow_was_deleted_a_new_one_has_the_whole_record(read):
+    found = read["deleted_and_copied_mlflow_runs"]
+    assert found["deleted"]["id"] != found["copied"]["id"]
+    assert found["deleted"]["steps"] == [1, 2, 3, 4]
+    assert found["deleted"]["notes"] == ["000001", "000002", "000003", "000004"]
