@@ -125,7 +125,8 @@ class BuiltIn(Hook):
         super().__init_subclass__()
         cls.hookline_cost = cls.cost
         if "__init__" in vars(cls):
-            cls.__init__ = _accept_other_forms(cls.__init__)  # type: ignore[method-assign]
+            # Not `cls.__init__ =`, which type checkers take for an `__init__` of BuiltIn itself.
+            setattr(cls, "__init__", _accept_other_forms(vars(cls)["__init__"]))  # noqa: B010
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options. `__init__` receives them as they were passed."""

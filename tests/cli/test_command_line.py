@@ -122,7 +122,7 @@ def test_piped_progress_is_plain_lines(trained: Trained) -> None:
     assert "\r" not in trained.printed
     assert "step 60/60" in trained.printed
     assert "completed after 60 steps" in trained.printed
-    assert re.search(r"^gradient_norms +30 ", trained.printed, re.MULTILINE)  # the summary
+    assert re.search(r"^gradient_monitor +\d+ ", trained.printed, re.MULTILINE)  # the summary
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
