@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
-from hookline.errors import NotProvidedError
+from hookline.errors import LoopError, NotProvidedError
 from hookline.loop.means import Means
 from hookline.tensors.global_norm import global_norm
 from hookline.updates.gradients import Gradients, NamedParameters
@@ -145,7 +145,9 @@ class EventContext:
     def lr(self) -> Any:
         """The learning rate that this step uses, of the first optimizer."""
         lr = self.read_lr() if self.used_lr is None else self.used_lr
-        return self.absent("lr") if lr is None else lr
+        if lr is None:
+            raise LoopError("The optimizer has no 'lr' in its param_groups.")
+        return lr
 
     def read_lr(self, i: int = 0) -> Any:
         """Return an optimizer's learning rate as it is now; None if it has none."""

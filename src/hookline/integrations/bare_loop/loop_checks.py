@@ -115,8 +115,6 @@ class Requirements:
         """Raise for an argument that this loop has not provided."""
         if name == "loss":
             raise NotProvidedError(f"This loop has not provided 'loss'{self.why_no_loss}")
-        if name == "lr":
-            raise NotProvidedError("The optimizer has no 'lr' in its param_groups.")
         if name not in _ARGUMENTS:
             raise AttributeError(f"The event context has no '{name}'.")
         call = self.calls[_ARGUMENTS[name]]
