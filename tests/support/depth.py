@@ -19,17 +19,7 @@ def is_left_to_soak(item: Any) -> bool:
     if mark is None:
         return False
     every = mark.kwargs.get("every")
-    return every is None or _case_number(item) % every != 0
-
-
-def _case_number(item: Any) -> int:
-    """Return the number of a case; in a product, the sum of the numbers."""
-    numbers = dict(item.callspec.indices)
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        for name in names[1:]:  # they have the number of the first one
-            del numbers[name.strip()]
-    return sum(numbers.values())
+    return every is None or max(item.callspec.indices.values()) % every != 0
 
 
 def is_random(item: Any) -> bool:
