@@ -88,7 +88,7 @@ _ALIASES = {
     "NotSuppliedError": "NotProvidedError",
 }
 
-__all__ = [
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "__version__",
     *_ALIASES,
     *(name for names in _MODULES.values() for name in names),

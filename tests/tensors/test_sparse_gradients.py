@@ -181,8 +181,7 @@ def test_an_argument_that_cannot_be_computed_fails_only_the_hooks_that_ask_for_i
     assert described["rates"].status == "failed"
     assert (described["rates"].failures, described["rates"].calls) == (3, 3)
     assert (
-        described["rates"].last_error
-        == "LoopError: The optimizer has no 'lr' in its param_groups."
+        described["rates"].last_error == "LoopError: The optimizer has no 'lr' in its param_groups."
     )
     assert (described["steps"].failures, described["steps"].calls) == (0, 6)
     assert "The argument 'lr' could not be computed." in caplog.text

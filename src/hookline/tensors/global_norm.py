@@ -19,7 +19,8 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     have to call. A norm of `DTensor`s that torch computes would be another for each reading of it.
     """
     if _are_alike(tensors):  # the calls of `get_total_norm`, without its checks
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([*tensors])))
+        norms = torch._foreach_norm([*tensors])  # pyright: ignore[reportPrivateImportUsage]
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return norm
     with torch.no_grad():
         return _sharded_norm(tensors) if any(map(is_sharded, tensors)) else _local_norm(tensors)

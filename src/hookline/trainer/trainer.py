@@ -230,7 +230,7 @@ class Trainer:
         context.epoch = context.batch_idx = context.dataloader_idx = 0
         context.batch, context.dataloader_name = None, ""
         tokens.restart()
-        configured: Mapping[str, Any] | None = None
+        configured: Any = None
         if isinstance(hooks, Mapping):
             configured, hooks = hooks, ()
         registry = HookRegistry(self.config.hooks, hooks=hooks, source=context)
