@@ -25,7 +25,7 @@ from hookline.dispatch import HookSettings
 
 
 class ScriptConfig(Config):
-    """What `hookline run` attaches to a script; as in a config file."""
+    """The hooks and the run of `hookline run`, as in a config file."""
 
     include: str | list[str] = Field(default=[], description="other files, relative to this one")
     name: str | None = Field(default=None, min_length=1, description="the run's name")

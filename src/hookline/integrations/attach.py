@@ -57,7 +57,7 @@ _LIBRARIES = {  # by module and name of the class, so that nothing is imported t
 _OF_LIBRARY = ("allow_missing", "evaluator")  # without effect in a bare loop
 _OF_LOOP = ("on_stop", "stop_grace", "step_of")  # without effect in another library's trainer
 _OF_PARTS = ("model", "optimizer", "evaluator", "schedulers", "scaler", "loss_divided")
-"""What a trainer knows by itself, unless it is an Ignite engine."""
+"""Arguments that a trainer knows by itself, unless it is an Ignite engine."""
 
 
 class DefaultRuns(Enum):

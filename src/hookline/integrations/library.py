@@ -1,4 +1,4 @@
-"""What another library's trainer gives to hooks: which events, where they fire, and its metrics.
+"""The events that another library's trainer gives to hooks, where they fire, and its metrics.
 
 The tables in the documentation are made from `Library`, and hooks that need what is missing are
 refused.

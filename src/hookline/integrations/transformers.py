@@ -37,7 +37,7 @@ from hookline.integrations.patches import WrappedMethods, calling_frames, find_f
 
 PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
 LAST_PART_OF_TRAIN = "_finalize_training"
-"""What `Trainer.train` calls after `on_train_begin`; private, so that the tests check them."""
+"""Private methods that `Trainer.train` calls after `on_train_begin`; the tests check them."""
 
 LIBRARY = Library(
     name="a Hugging Face Trainer",

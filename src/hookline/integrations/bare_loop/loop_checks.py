@@ -1,4 +1,4 @@
-"""What hooks need of a bare loop, whether it provides that, and loops that cannot be followed.
+"""The needs of hooks, whether a bare loop provides them, and loops that cannot be followed.
 
 In the first step a problem raises `LoopError`. Later it is logged once: nothing here stops a run
 that trains.
@@ -96,7 +96,7 @@ _MAY_COME_LATER = {"validation", "checkpoint", "resumed"}
 
 
 class Requirements:
-    """What hooks need of a loop, what it provides, and what to do about the rest.
+    """The needs of hooks, what a loop provides, and what to do about the rest.
 
     Attributes:
         provided: the keys of `CALLS` for what the loop provides.

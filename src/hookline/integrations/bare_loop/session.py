@@ -90,7 +90,7 @@ _STATE = (  # what a checkpoint of the loop's own, or of another library, has of
 
 
 class Session:
-    """What `attach` returns: the handle to detach, and the calls that give hooks more.
+    """The result of `attach`: the handle to detach, and the calls that give hooks more.
 
     It is a context manager: entering it starts training (`on_train_start`), leaving it ends
     training and detaches. Without `with`, training starts with the first call that is seen, and
@@ -1186,8 +1186,8 @@ class Session:
     def _restore_state(self, path: Path, state: Mapping[str, Any]) -> None:
         if self.started:
             raise LoopError(
-                "session.load_state_dict() continues a training, but this one has started. Load "
-                "before that: `session = attach(…)`, `session.load_state_dict(…)`, and then "
+                "session.load_state_dict() continues a training run, but this one has started. "
+                "Load before that: `session = attach(…)`, `session.load_state_dict(…)`, and then "
                 "`with session:`."
             )
         self.loop.state.restore({name: state[name] for name in _STATE if name in state})

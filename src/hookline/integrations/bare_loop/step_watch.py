@@ -72,7 +72,7 @@ _OVERFLOW = "the scaler found non-finite gradients"
 
 
 class _Before(NamedTuple):
-    """What was there before a backward: gradients by optimizer, and the loss if hooks need it."""
+    """The state before a backward: gradients by optimizer, and the loss if hooks need it."""
 
     versions: list[Versions]
     loss: BackwardLoss | None

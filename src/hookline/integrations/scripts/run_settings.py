@@ -32,7 +32,7 @@ ALWAYS_POSSIBLE = ("lr_monitor", "loss_spike_detector")
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What `hookline run` attaches, and where it records.
+    """The hooks that `hookline run` attaches, and where it records.
 
     Args:
         hooks: hooks as in a configuration; none for `DEFAULT_HOOKS`.
