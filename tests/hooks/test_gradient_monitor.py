@@ -455,7 +455,7 @@ def test_a_monitor_with_nothing_to_do_is_an_error() -> None:
     [
         ({"percentiles": [101]}, "'percentiles'"),
         ({"percentiles": [-1]}, "'percentiles'"),
-        ({"log_frequency": 0}, "'every'"),
+        ({"log_frequency": 0}, "'log_frequency'"),
         ({"log_frequency": 5, "every": 5}, "'every' and 'log_frequency' are the same option"),
         ({"bins": 0}, "'bins'"),
         ({"vanishing": -1.0}, "'vanishing'"),

@@ -198,7 +198,7 @@ def test_frequency_epoch_asks_a_bare_loop_for_its_epochs() -> None:
 
 
 def test_an_unknown_frequency_is_an_error() -> None:
-    with pytest.raises(hookline.ConfigError, match="'every' is 'batch'"):
+    with pytest.raises(hookline.ConfigError, match="'frequency' is 'batch'"):
         LRMonitor(frequency="batch")  # type: ignore[arg-type]
 
 
