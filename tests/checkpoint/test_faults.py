@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -310,12 +311,11 @@ def train_on_full_disk(folder: str) -> None:
     small = Path(folder) / "small"
     mount_small(small, "3m")
 
-    def fill(trainer: Any) -> None:
-        # However slow the machine is, values wait in the buffer until there is space again.
-        trainer.run.metrics_log._seconds = float("inf")
-        with (small / "fill").open("wb") as file:
-            free = shutil.disk_usage(small).free
-            file.write(b"0" * max(0, free - 40_000))
+    def fill(_: Any) -> None:
+        with (small / "fill").open("wb") as file, suppress(OSError):
+            while True:  # until there is no space at all: the records wait too
+                file.write(b"0" * 4096)
+                file.flush()
 
     trainer = train(small, At(7, fill), At(15, lambda _: (small / "fill").unlink()))
     print(f"ended {trainer.status} at {trainer.step}")

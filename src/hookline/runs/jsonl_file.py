@@ -1,7 +1,8 @@
 """Files that lines of JSON are appended to, each time with one system call; the log of metrics.
 
 A crash or a full disk can leave part of a line at the end of a file. The next append starts a new
-line, unless that part is dropped before.
+line, unless that part is dropped before. Lines that a full disk refuses wait in memory for the next
+append.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ log = logging.getLogger("hookline")
 VERSION = 1
 """The schema version of records, in the field `v`."""
 
+_MAX_WAITING = 100_000  # lines that wait in memory for space on the disk
+
 _MAX_COUNT = 1 << 63  # Python cannot print integers of thousands of digits
 
 MetricRecord = tuple[Any, Any, float, str, str, Any]
@@ -45,7 +48,8 @@ def _refuse_deleted(is_deleted: bool) -> None:
 class JsonlFile:
     """A file that lines are appended to.
 
-    A failure to write is logged once and counted in `lost`, never raised.
+    A failure to write is logged once and never raised. The lines wait for the next append, unless
+    the file was deleted or may not be written any more.
 
     Args:
         path: The file; created if it does not exist.
@@ -63,14 +67,27 @@ class JsonlFile:
         follow_links: bool = False,
     ) -> None:
         self.path = path
-        self.lost = 0
+        self._dropped = 0
+        self._waiting: list[bytes] = []
+        self._has_reported = False
         self._check = check
         open_file = os.open if follow_links else open_handle
         self._handle: int | None = open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._ends_within_line = self._lacks_line_feed()
 
+    @property
+    def lost(self) -> int:
+        """How many lines are not in the file: dropped ones, and those that wait for space."""
+        return self._dropped + len(self._waiting)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether lines wait in memory for space on the disk."""
+        return bool(self._waiting)
+
     def append(self, lines: list[bytes]) -> None:
         """Append lines, each of which ends with a line feed, in one write."""
+        lines = [*self._waiting, *lines] if self._waiting else lines
         if not lines:
             return
         separator = b"\n" if self._ends_within_line else b""
@@ -82,16 +99,22 @@ class JsonlFile:
             while written < len(data):  # one call, unless the disk is full
                 written += os.write(handle, data[written:])
             self._ends_within_line = False
+            self._waiting = []
         except OSError as error:
             if written:
                 self._ends_within_line = data[written - 1 : written] != b"\n"
             complete = max(0, data[:written].count(b"\n") - len(separator))
-            self._count_lost(len(lines) - complete, error)
+            self._keep(lines[complete:], error)
 
-    def _count_lost(self, count: int, error: OSError) -> None:
-        if not self.lost and not isinstance(error, WriteRefusedError):
-            log.error("Cannot write %s: %s. Training continues without it.", self.path, error)
-        self.lost += count
+    def _keep(self, lines: list[bytes], error: OSError) -> None:
+        """Keep lines that could not be written for the next append, if that can succeed."""
+        can_wait = not isinstance(error, (WriteRefusedError, FileNotFoundError))
+        self._waiting = lines[:_MAX_WAITING] if can_wait else []
+        self._dropped += len(lines) - len(self._waiting)
+        if not self._has_reported and not isinstance(error, WriteRefusedError):
+            then = "; lines wait in memory until it can be written" if can_wait else " without it"
+            log.error("Cannot write %s: %s. Training continues%s.", self.path, error, then)
+            self._has_reported = True
 
     def sync(self) -> None:
         """Flush what was written to the disk."""
@@ -148,7 +171,9 @@ class JsonlFile:
         return self.size > 0 and self.read(self.size - 1, 1) != b"\n"
 
     def close(self) -> None:
-        """Flush what was written to the disk, and close the file."""
+        """Write what waits, flush it to the disk, and close the file."""
+        if self._handle is not None:
+            self.append([])
         self.sync()
         if self._handle is not None:
             with suppress(OSError):

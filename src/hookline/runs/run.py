@@ -332,6 +332,8 @@ class Run:
         """Write the buffered metrics; numbers on a device are read now. `durable`: to the disk."""
         if self.metrics_log is not None:
             self.metrics_log.flush()
+            if self._events is not None:
+                self._events.append([])  # what a full disk refused
             if durable:
                 self.metrics_log.file.sync()
 
@@ -340,11 +342,15 @@ class Run:
 
         A checkpoint keeps it, so that `rewind` can bring the log back to it. The log has to be on
         the disk before the checkpoint is: the writer of the checkpoint syncs `metrics_file`. None
-        if the file system cannot say: a resumed run then continues behind the records of its step.
+        if the file system cannot say, or refuses records: a resumed run then continues behind the
+        records of its step.
         """
         self.flush()
+        file = self._writable_log().file
+        if file.is_waiting:
+            return None
         try:
-            size = self._writable_log().file.size
+            size = file.size
         except OSError as error:
             log.warning("Cannot find the end of %s: %s.", self.metrics_file, error)
             return None
