@@ -42,6 +42,8 @@ _MODULES = {
     "hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),
     "hooks.checkpointing.upload": ("UploadHook",),
     "hooks.debugging.debug_hook": ("DebugHook",),
+    "hooks.lint.finding": ("Finding",),
+    "hooks.lint.lint_hook": ("Lint",),
     "hooks.monitoring.activation_stats": ("ActivationStats",),
     "hooks.monitoring.attention_monitor": ("AttentionMonitor",),
     "hooks.monitoring.console_log": ("ConsoleLogHook",),

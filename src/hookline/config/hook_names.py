@@ -42,6 +42,7 @@ BUILT_INS: Mapping[str, str] = {
     "model_checkpoint": "hookline.hooks.checkpointing.model_checkpoint.ModelCheckpoint",
     "checkpoint": "hookline.hooks.checkpointing.checkpoint_hook.CheckpointHook",
     "upload": "hookline.hooks.checkpointing.upload.UploadHook",
+    "lint": "hookline.hooks.lint.lint_hook.Lint",
     "debug": "hookline.hooks.debugging.debug_hook.DebugHook",
     "notification": "hookline.hooks.notification.notification_hook.NotificationHook",
     "heartbeat": "hookline.hooks.notification.heartbeat.Heartbeat",

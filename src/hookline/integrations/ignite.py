@@ -34,7 +34,7 @@ from hookline.integrations.attach import session_options
 from hookline.integrations.bare_loop.loop_parts import loop_parts
 from hookline.integrations.library import Library, of_phase
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.patches import WrappedMethods, find_frame
+from hookline.loop.patches import WrappedMethods, find_frame
 from hookline.loop.signals import SignalWatch
 
 log = logging.getLogger("hookline")

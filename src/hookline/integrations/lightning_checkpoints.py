@@ -19,7 +19,7 @@ from typing import Any
 
 from hookline.checkpoint.atomic_files import sync
 from hookline.errors import LoopError
-from hookline.integrations.patches import WrappedMethods
+from hookline.loop.patches import WrappedMethods
 
 log = logging.getLogger("hookline")
 

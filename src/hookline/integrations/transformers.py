@@ -33,7 +33,7 @@ from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
 from hookline.integrations.library import Library
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.patches import WrappedMethods, calling_frames, find_frame
+from hookline.loop.patches import WrappedMethods, calling_frames, find_frame
 
 PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
 LAST_PART_OF_TRAIN = "_finalize_training"

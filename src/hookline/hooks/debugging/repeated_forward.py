@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -91,18 +92,7 @@ def find_nonfinite_call(call: ModelCall) -> NonfiniteCall | None:
     Names are those of the model without wrappers; the model itself is "". This waits for the
     device once.
     """
-    model = unwrap_module(call.model)
-    parameters = list(model.parameters())
-    is_fsdp = any(
-        is_fsdp_module(module) or type(module).__name__ == "FullyShardedDataParallel"
-        for module in model.modules()
-    )
-    if is_fsdp or any(map(is_sharded, parameters)):
-        raise CannotRepeatError("its parameters are sharded over processes")
-    try:
-        copy = deepcopy(model, {id(parameter): parameter for parameter in parameters})
-    except Exception as error:
-        raise CannotRepeatError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    copy, parameters = copy_sharing_parameters(call.model)
     ended = _measure_calls(copy)
     _run(copy, call, parameters)
     values = iter(read_tensors(x for one in ended for x in (*one.inputs, *one.outputs)))
@@ -114,6 +104,43 @@ def find_nonfinite_call(call: ModelCall) -> NonfiniteCall | None:
         if first is None and not all(map(math.isfinite, outputs)):
             first = one
     return None if first is None else _find_origin(first)
+
+
+def copy_sharing_parameters(model: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
+    """Return a copy of a model without its wrappers, and the parameters that both have.
+
+    Raises:
+        CannotRepeatError: the parameters are sharded, or the model cannot be copied.
+    """
+    model = unwrap_module(model)
+    parameters = list(model.parameters())
+    is_fsdp = any(
+        is_fsdp_module(module) or type(module).__name__ == "FullyShardedDataParallel"
+        for module in model.modules()
+    )
+    if is_fsdp or any(map(is_sharded, parameters)):
+        raise CannotRepeatError("its parameters are sharded over processes")
+    try:
+        copy = deepcopy(model, {id(parameter): parameter for parameter in parameters})
+    except Exception as error:
+        raise CannotRepeatError(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    return copy, parameters
+
+
+@contextmanager
+def only_compute(call: ModelCall, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Compute as in a call, and raise if that would change parameters or reach other processes."""
+    try:
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            for kind, dtype in call.autocast:
+                contexts.enter_context(torch.autocast(kind, dtype))
+            contexts.enter_context(_OnlyCompute(parameters))
+            yield
+    except CannotRepeatError:
+        raise
+    except Exception as error:
+        raise CannotRepeatError(f"it failed ({type(error).__name__}: {error})") from error
 
 
 def _find_origin(first: _Measured) -> NonfiniteCall:
@@ -160,17 +187,8 @@ def _run(copy: nn.Module, call: ModelCall, parameters: list[nn.Parameter]) -> No
     ]
     try:
         args, kwargs = map_tensors((call.args, call.kwargs), lambda x: x.detach().clone())
-        with ExitStack() as contexts:
-            contexts.enter_context(torch.no_grad())
-            contexts.enter_context(torch.compiler.set_stance("force_eager"))
-            for kind, dtype in call.autocast:
-                contexts.enter_context(torch.autocast(kind, dtype))
-            contexts.enter_context(_OnlyCompute(parameters))
+        with torch.no_grad(), only_compute(call, parameters):
             copy(*args, **kwargs)
-    except CannotRepeatError:
-        raise
-    except Exception as error:
-        raise CannotRepeatError(f"it failed ({type(error).__name__}: {error})") from error
     finally:
         for device, state in states:
             restore_random_state(state, device)

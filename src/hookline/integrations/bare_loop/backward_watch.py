@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 
-from hookline.integrations.patches import SharedPatch
+from hookline.loop.patches import SharedPatch
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.step_watch import StepWatch

@@ -18,7 +18,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 from torch.nn.utils import clip_grad
 
 from hookline.errors import LoopError
-from hookline.integrations.patches import SharedPatch
+from hookline.loop.patches import SharedPatch
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.step_watch import StepWatch

@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.integrations.bare_loop.loop_checks import CALLS
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
-from hookline.integrations.patches import SharedPatch
 from hookline.loop.evaluation import count_tokens
 from hookline.loop.model_watch import ModelCallback, is_compiled_in_place, models_in
+from hookline.loop.patches import SharedPatch
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.nested import tensors_in
 

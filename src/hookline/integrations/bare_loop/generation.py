@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from hookline.integrations.patches import SharedPatch
 from hookline.loop.event_context import EventContext
 from hookline.loop.model_watch import models_in
+from hookline.loop.patches import SharedPatch
 
 
 class GenerationWatch:

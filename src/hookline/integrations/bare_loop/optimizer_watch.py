@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ArgumentError, NotProvidedError
-from hookline.integrations.patches import WrappedMethods, calling_frames
 from hookline.loop.model_watch import keep_out_of_graphs
+from hookline.loop.patches import WrappedMethods, calling_frames
 
 StepCallback = Callable[[Any, Any, Any], Any]
 """Called with the optimizer, its arguments with itself first, and keywords; see PyTorch's hooks."""

@@ -41,7 +41,6 @@ from hookline.integrations.bare_loop.optimizer_watch import (
 from hookline.integrations.bare_loop.scaler_watch import scaler_patch
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
 from hookline.integrations.bare_loop.step_rule import StepRule
-from hookline.integrations.patches import WrappedMethods
 from hookline.loop.event_context import (
     Versions,
     gradient_versions,
@@ -56,6 +55,7 @@ from hookline.loop.model_watch import (
     keep_out_of_graphs,
     models_in,
 )
+from hookline.loop.patches import WrappedMethods
 from hookline.loop.phase_times import PhaseTimes
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole

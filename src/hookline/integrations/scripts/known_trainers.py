@@ -12,8 +12,8 @@ import torch
 from hookline.errors import HooklineError, LoopError
 from hookline.integrations.attach import attach
 from hookline.integrations.bare_loop.session import Session
-from hookline.integrations.patches import WrappedMethods
 from hookline.integrations.scripts.loop_watch import find_parts
+from hookline.loop.patches import WrappedMethods
 
 Parts = Mapping[str, Any]
 Optimizers = list[torch.optim.Optimizer]

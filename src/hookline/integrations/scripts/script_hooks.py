@@ -17,7 +17,6 @@ import torch
 from hookline.errors import HooklineError, StopTraining, listed
 from hookline.integrations.attach import attach
 from hookline.integrations.bare_loop.session import Session
-from hookline.integrations.patches import calling_frames
 from hookline.integrations.scripts import known_trainers
 from hookline.integrations.scripts.loop_watch import LoopWatch, find_parts
 from hookline.integrations.scripts.run_settings import (
@@ -25,6 +24,7 @@ from hookline.integrations.scripts.run_settings import (
     DEFAULT_HOOKS,
     RunSettings,
 )
+from hookline.loop.patches import calling_frames
 from hookline.loop.processes import is_main_process
 from hookline.masking import mask_text
 from hookline.printable import printable_lines

@@ -17,6 +17,9 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
+_patches: list[SharedPatch[Any]] = []  # they are few, and made once
+
+
 class SharedPatch(Generic[T]):
     """Functions that are replaced while somebody listens, and put back when nobody does.
 
@@ -36,6 +39,7 @@ class SharedPatch(Generic[T]):
         self._targets, self._replace = targets, replace
         self._lock = threading.RLock()  # a listener may be collected at any time
         self._references: tuple[weakref.ref[T], ...] = ()
+        _patches.append(self)
         self._replaced: dict[tuple[int, str], tuple[Any, Any, Any]] = {}  # target, before, now
 
     def __iter__(self) -> Iterator[T]:
@@ -63,9 +67,15 @@ class SharedPatch(Generic[T]):
         with self._lock:
             self._references = tuple(one for one in self._references if one is not reference)
             self._change()
+        for other in _patches:  # that could not put back what this one had replaced since
+            if other is not self and not other._references and other._replaced:
+                other._change()
 
     def _change(self) -> None:
-        """Replace what the listeners need; put back the rest, unless others have replaced it."""
+        """Replace what the listeners need; put back the rest, unless others have replaced it.
+
+        What others have replaced is put back when they have put back theirs.
+        """
         targets = self._targets(self) if self._references else ()
         wanted = {(id(target), name): target for target, name in targets}
         for key in wanted.keys() - self._replaced.keys():
@@ -73,9 +83,10 @@ class SharedPatch(Generic[T]):
             self._replaced[key] = wanted[key], original, self._replace(original)
             setattr(wanted[key], key[1], self._replaced[key][2])
         for key in self._replaced.keys() - wanted.keys():
-            target, original, replacement = self._replaced.pop(key)
+            target, original, replacement = self._replaced[key]
             if getattr(target, key[1], None) is replacement:
                 setattr(target, key[1], original)
+                del self._replaced[key]
 
 
 class WrappedMethods:

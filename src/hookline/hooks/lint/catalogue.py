@@ -1,0 +1,8 @@
+"""All checks of `Lint`, in the order of their rules."""
+
+from __future__ import annotations
+
+from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.gradient_checks import GRADIENT_CHECKS
+
+CHECKS: tuple[type[Check], ...] = (*GRADIENT_CHECKS,)

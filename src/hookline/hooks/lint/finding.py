@@ -1,0 +1,126 @@
+"""Findings, and the base class of the checks that make them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from hookline.hooks.lint.training_view import TrainingView
+
+Severity = Literal["error", "warning"]
+
+_MAX_NAMED = 4  # subjects that a finding names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+        check: the check's id.
+        severity: `error`: training does not do what the code says; `warning`: very probably.
+        step: the optimizer step in which it was found, from 1.
+        rank: the process that has found it.
+        subject: the parameter, module, loader or optimizer.
+        message: what was seen, with numbers.
+        fix: what to change.
+    """
+
+    check: str
+    severity: Severity
+    step: int
+    rank: int
+    subject: str
+    message: str
+    fix: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """Return the finding as a block of three lines."""
+        head = f"{self.severity} {self.check} at step {self.step}: {self.subject}"
+        return f"{head}\n    {self.message}\n    Fix: {self.fix}"
+
+
+class Check:
+    """Something that a correct training run satisfies, and how a violation is recognised.
+
+    The class docstring is the check's page: what it means, then `Bug:`, `Fix:` and `Ignore:`.
+    A subclass defines the methods of the points in training that it looks at (see `POINTS`). Each
+    gets the `TrainingView`. A check never changes anything, draws no random numbers, and never
+    reads a tensor itself: `view.read` does, once, at the end of the step.
+
+    Attributes:
+        id: its name for users, which never changes.
+        rule: the number of its rule.
+        severity: of its findings.
+        is_active: whether it calls the model again.
+        ends: whether it looks at nothing any more after its first finding.
+    """
+
+    id: ClassVar[str]
+    rule: ClassVar[int]
+    severity: ClassVar[Severity] = "error"
+    is_active: ClassVar[bool] = False
+    ends: ClassVar[bool] = True
+
+    def __init__(self, report: Callable[[Finding], None]) -> None:
+        self._report = report
+        self.has_found = False
+        self.left_out: str | None = None  # why it cannot look
+
+    def find(
+        self,
+        view: TrainingView,
+        subject: str | Sequence[str],
+        message: str,
+        fix: str,
+        *,
+        severity: Severity | None = None,
+    ) -> None:
+        """Report a finding in the step in progress."""
+        self.has_found = True
+        names = [subject] if isinstance(subject, str) else list(subject)
+        shown = ", ".join(names[:_MAX_NAMED])
+        if len(names) > _MAX_NAMED:
+            shown += f" and {len(names) - _MAX_NAMED} more"
+        kind = severity or self.severity
+        self._report(Finding(self.id, kind, view.step, view.rank, shown, message, fix))
+
+    @classmethod
+    def page(cls) -> str:
+        """Return the docstring, without indentation."""
+        return inspect.cleandoc(cls.__doc__ or "")
+
+
+POINTS = {
+    "on_train_start": "training begins; the model and its optimizers are known",
+    "on_loader_start": "an iterator of a DataLoader is made (loader, iterator)",
+    "on_batch_loaded": "a DataLoader has delivered a batch (LoadedBatch)",
+    "on_module_call": "a module has returned, in a due step (ModuleCall); not in compiled models",
+    "on_after_forward": "a training forward of the model has returned (outputs)",
+    "on_loss_call": "a loss function of torch.nn.functional has returned (LossCall)",
+    "on_before_backward": "backward begins (the loss; None if there are several)",
+    "on_after_backward": "backward has run",
+    "on_gradients_ready": "gradients are complete and unscaled, not yet clipped (optimizer)",
+    "on_gradient_clip": "gradients were clipped (optimizer)",
+    "on_before_optimizer_step": "the optimizer is about to step (optimizer)",
+    "on_after_optimizer_step": "the optimizer has stepped (optimizer)",
+    "on_step_skipped": "the optimizer did not step (optimizer)",
+    "on_scheduler_step": "a learning rate scheduler was stepped (scheduler)",
+    "on_optimizer_made": "an optimizer of torch was constructed (optimizer)",
+    "on_state_loaded": "load_state_dict of a module, optimizer or scheduler (object, state)",
+    "on_file_loaded": "torch.load has returned (the object)",
+    "on_step_end": "the step is done; what was read is judged after this",
+    "on_validation_start": "validation begins, where the loop says so",
+    "on_validation_end": "validation is done",
+    "on_checkpoint_load": "Hookline has restored a checkpoint",
+    "on_repeat": "of active checks, once in an early step: call the model again (RepeatableCall)",
+    "on_train_end": "training has ended",
+}
+"""The methods that a check may have, and when they are called; after `view` come those arguments."""

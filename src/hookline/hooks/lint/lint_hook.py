@@ -1,0 +1,276 @@
+"""Lint: a hook that finds silent training bugs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.errors import HookConfigError, listed, nearest
+from hookline.events import EVENTS
+from hookline.hook import HookGroup
+from hookline.hooks.debugging.repeated_forward import CannotRepeatError, ModelCall, running_call
+from hookline.hooks.lint.catalogue import CHECKS
+from hookline.hooks.lint.finding import POINTS, Check, Finding
+from hookline.hooks.lint.repeated_call import RepeatableCall
+from hookline.hooks.lint.torch_watch import LossCall, TorchWatch
+from hookline.hooks.lint.training_view import TrainingView
+from hookline.loop.loop import loop_of, processes_of
+from hookline.options import BuiltIn
+
+log = logging.getLogger("hookline")
+
+_REPEATED_STEP = 2  # whose forward active checks make again
+_MAX_TARGETS = 8
+
+_OPTIONAL = frozenset(EVENTS) - {"on_train_start", "on_step_end", "on_train_end"}
+
+
+class Lint(BuiltIn):
+    """Finds silent training bugs: those that raise nothing and cost weeks.
+
+    Each check is a rule that a correct training run satisfies: a parameter with a gradient changes
+    in a step, gradients start from zero, replicas agree. What breaks one is a finding: it is
+    printed when it is found, kept in `findings`, and shown at the top of the report. The first ten
+    steps are looked at closely, then each hundredth. Training is the same with and without this
+    hook. Active checks call the model again in an early step, on a copy that shares its weights.
+
+    Args:
+        only: the ids of the checks to make; None: all.
+        ignore: the ids of checks to leave out.
+        active: make active checks, too.
+    """
+
+    hookline_group = HookGroup.MONITOR
+    hookline_optional_events = _OPTIONAL
+    cost = (
+        "In the first ten steps and in each hundredth, a copy of up to 64 elements of each "
+        "parameter and gradient, and one wait for the device at the end of the step. Active checks "
+        "make a few forwards, once. In other steps a few microseconds."
+    )
+
+    def __init__(
+        self, only: list[str] | None = None, ignore: Sequence[str] = (), active: bool = True
+    ) -> None:
+        known = {check.id for check in CHECKS}
+        for name in (*(only or ()), *ignore):
+            if name not in known:
+                raise HookConfigError(
+                    f"Lint has no check '{name}'.{nearest(name, known)} The checks are: "
+                    f"{listed(sorted(known))}."
+                )
+        self.only, self.ignore, self.active = only, tuple(ignore), active
+        self.findings: list[Finding] = []
+        self._checks: list[Check] = []
+        self._points: dict[str, list[Check]] = {}
+        self._view: TrainingView | None = None
+        self._watch: TorchWatch | None = None
+        self._call: ModelCall | None = None
+        self._targets: list[Tensor] = []
+        self._unsent: list[Finding] = []
+
+    # -- starting and ending -----------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Any, model: nn.Module, optimizers: list[Any]) -> None:
+        self._end()
+        self._view = view = TrainingView(trainer, model, optimizers)
+        loop = loop_of(trainer)
+        view.begin_step((0 if loop is None else loop.context.step) + 1)
+        chosen = [
+            check
+            for check in CHECKS
+            if (self.only is None or check.id in self.only) and check.id not in self.ignore
+        ]
+        self._checks = [check(self._add) for check in chosen]
+        for check in self._checks:
+            if check.is_active and not self.active:
+                check.left_out = "active checks are switched off"
+        self._points = {point: [c for c in self._checks if hasattr(c, point)] for point in POINTS}
+        self._watch = TorchWatch(self._tell, sees_losses=not view.is_compiled)
+        self._watch.attach()
+        self._hook_modules()
+        self._tell("on_train_start")
+
+    def on_train_end(self, trainer: Any) -> None:
+        view = self._view
+        if view is None:
+            return
+        self._tell("on_train_end")
+        view.is_due = False  # other ranks may have ended before
+        view.settle(self._judge)
+        self._end()
+        self._summarize(trainer)
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.detach()
+        self._watch = self._view = self._call = None
+        self._points, self._targets = {}, []
+
+    # -- calling the checks ------------------------------------------------------------------------
+
+    def _tell(self, point: str, *args: Any) -> None:
+        """Call the checks that look at a point; one that fails is left out from then on."""
+        view = self._view
+        if view is None:
+            return
+        if point == "on_loss_call" and self._call is not None:
+            self._keep_target(args[0])
+        for check in self._points.get(point, ()):
+            if check.left_out is None and not (check.ends and check.has_found):
+                self._call_check(check, getattr(check, point), (view, *args))
+
+    def _call_check(self, check: Check, function: Callable[..., Any], args: Any) -> None:
+        try:
+            function(*args)
+        except CannotRepeatError as error:
+            check.left_out = f"the model cannot be called again: {error}"
+        except Exception as error:
+            check.left_out = f"it failed ({type(error).__name__}: {error})"
+            log.warning("The check '%s' of Lint %s.", check.id, check.left_out, exc_info=True)
+
+    def _judge(self, judge: Callable[..., Any], args: Any) -> None:
+        """Call a check's function with what was read."""
+        check = getattr(judge, "__self__", None)
+        if not isinstance(check, Check):
+            judge(*args)
+        elif check.left_out is None and not (check.ends and check.has_found):
+            self._call_check(check, judge, args)
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def on_before_forward(self) -> None:
+        view = self._view
+        if view is not None and self.active and view.steps_seen == _REPEATED_STEP:
+            if self._call is None and self._points.get("on_repeat"):
+                self._call = running_call()
+
+    def on_after_forward(self, outputs: Any) -> None:
+        self._tell("on_after_forward", outputs)
+
+    def on_gradients_ready(self, optimizers: list[Any], optimizer_idx: int) -> None:
+        self._see(optimizers)
+        self._tell("on_gradients_ready", optimizers[optimizer_idx])
+
+    def on_gradient_clip(self, optimizers: list[Any], optimizer_idx: int) -> None:
+        self._tell("on_gradient_clip", optimizers[optimizer_idx])
+
+    def on_before_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
+        self._see(optimizers)
+        self._tell("on_before_optimizer_step", optimizers[optimizer_idx])
+
+    def on_after_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
+        self._tell("on_after_optimizer_step", optimizers[optimizer_idx])
+
+    def on_step_skipped(self, optimizers: list[Any], optimizer_idx: int) -> None:
+        self._tell("on_step_skipped", optimizers[optimizer_idx])
+
+    def on_validation_start(self) -> None:
+        self._tell("on_validation_start")
+
+    def on_validation_end(self) -> None:
+        self._tell("on_validation_end")
+
+    def on_checkpoint_load(self) -> None:
+        if self._view is not None:
+            self._view.look_closely()
+        self._tell("on_checkpoint_load")
+
+    def on_step_end(self, step: int) -> None:
+        view = self._view
+        if view is None:
+            return
+        view.step = max(step, 1)
+        self._repeat(view)
+        self._tell("on_step_end")
+        if view.is_due and view.ranks > 1:
+            unsent, self._unsent = self._unsent, []
+            shared = [finding.as_dict() for finding in unsent]
+            view.compare_ranks("findings", shared, self._merge)
+        view.settle(self._judge)
+        view.end_step()
+        self._hook_modules()
+
+    def _see(self, optimizers: list[Any]) -> None:
+        """Notice optimizers that came later."""
+        if self._view is not None:
+            self._view.optimizers = optimizers
+
+    def _hook_modules(self) -> None:
+        """See the calls of modules in due steps; hooks would compile a compiled model again."""
+        view, watch = self._view, self._watch
+        if view is None or watch is None:
+            return
+        if view.is_due and self._points["on_module_call"] and not view.is_compiled:
+            watch.hook_modules(view.model, view.module_names)
+        else:
+            watch.leave_modules()
+
+    # -- active checks -----------------------------------------------------------------------------
+
+    def _keep_target(self, call: LossCall) -> None:
+        if call.has_gradients and len(self._targets) < _MAX_TARGETS:
+            self._targets.append(call.target)
+
+    def _repeat(self, view: TrainingView) -> None:
+        call, self._call = self._call, None
+        targets, self._targets = self._targets, []
+        if call is None or self._watch is None:
+            return
+        self._watch.is_paused = True
+        try:
+            self._tell("on_repeat", RepeatableCall(call, targets))
+        finally:
+            self._watch.is_paused = False
+
+    # -- findings ----------------------------------------------------------------------------------
+
+    def _add(self, finding: Finding) -> None:
+        """Keep a finding, and print it once, in the process that has it first."""
+        if any((f.check, f.subject) == (finding.check, finding.subject) for f in self.findings):
+            return
+        self.findings.append(finding)
+        view = self._view
+        if view is None:
+            return
+        if view.rank:
+            self._unsent.append(finding)
+            return
+        level = logging.ERROR if finding.severity == "error" else logging.WARNING
+        log.log(level, "Lint: %s", finding)
+        run = getattr(view.trainer, "run", None)
+        if run is not None:
+            run.event("finding", **finding.as_dict())
+
+    def _merge(self, shared: list[list[dict[str, Any]]]) -> None:
+        """Take over what other ranks have found, in rank 0."""
+        if self._view is not None and not self._view.rank:
+            for finding in (each for others in shared[1:] for each in others):
+                self._add(Finding(**finding))
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The checks that could not look, with the reasons; those in `ignore` included."""
+        reasons = dict.fromkeys(self.ignore, "ignored")
+        return reasons | {c.id: c.left_out for c in self._checks if c.left_out is not None}
+
+    def _summarize(self, trainer: Any) -> None:
+        errors = sum(finding.severity == "error" for finding in self.findings)
+        left_out = self.left_out
+        count = len([check for check in self._checks if check.left_out is None])
+        run = getattr(trainer, "run", None)
+        if run is not None:
+            fields = {"checks": count, "errors": errors, "findings": len(self.findings)}
+            run.event("lint", **fields, left_out=left_out)
+        if processes_of(trainer).rank:
+            return
+        found = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
+        text = f"Lint: {count} checks, {found}" + (f", {errors} of them errors." if errors else ".")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in left_out.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            text += f"\n    Left out: {', '.join(names)} ({reason})."
+        log.info("%s", text)

@@ -1,0 +1,97 @@
+"""Calls of the model that active checks make again, without an effect on training.
+
+The call runs on a copy of the model that shares its parameters, without anybody's hooks. Buffers,
+gradients, modes and random states of training are not touched. An operation that would change a
+parameter, or talk to other processes, ends the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hookline.hooks.debugging.repeated_forward import (
+    CannotRepeatError,
+    ModelCall,
+    copy_sharing_parameters,
+    only_compute,
+)
+from hookline.loop.random_state import random_state, restore_random_state
+from hookline.tensors.nested import map_tensors, tensors_in
+
+_MIN_FREE = 0.2  # of an accelerator's memory
+
+
+class RepeatableCall:
+    """A training forward of an early step, with its inputs, that can be made again.
+
+    Attributes:
+        args: the inputs by position; tensors are copies.
+        kwargs: the inputs by name.
+        targets: what the loss functions of the step got as targets.
+    """
+
+    def __init__(self, call: ModelCall, targets: list[Tensor]) -> None:
+        self._call = call
+        self.args, self.kwargs = map_tensors((call.args, call.kwargs), lambda x: x.detach().clone())
+        self.targets = targets
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first input, or of the model."""
+        first = next(iter(tensors_in((self.args, self.kwargs))), None)
+        if first is None:
+            first = next(self._call.model.parameters())
+        return first.device
+
+    def run(
+        self, args: Any = None, kwargs: Any = None, *, train: bool = False, gradients: bool = False
+    ) -> Any:
+        """Return what the model returns for these inputs, by default those of the call.
+
+        Every call starts with the same random numbers, and with copies of the buffers.
+
+        Raises:
+            CannotRepeatError: it cannot be called without an effect on training, or fails.
+        """
+        _check_memory(self.device)
+        model, parameters = copy_sharing_parameters(self._call.model)
+        model.train(train)
+        _drop_hooks(model)
+        args = self.args if args is None else args
+        kwargs = self.kwargs if kwargs is None else kwargs
+        with torch.set_grad_enabled(gradients), self._apart(), only_compute(self._call, parameters):
+            return model(*args, **kwargs)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Draw random numbers of a generator that is put back afterwards."""
+        devices = {torch.device("cpu"), self.device}
+        states = [(device, random_state(device)) for device in devices]
+        try:
+            torch.manual_seed(0)
+            yield
+        finally:
+            for device, state in states:
+                restore_random_state(state, device)
+
+
+def _drop_hooks(model: torch.nn.Module) -> None:
+    """Remove hooks of users; those of torch compute weights (pruning, weight norm)."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if not home.startswith("torch."):
+                    del hooks[key]
+
+
+def _check_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if free < _MIN_FREE * total:
+            raise CannotRepeatError(f"only {free >> 20} MiB of the device's memory are free")

@@ -1,0 +1,240 @@
+"""Sees what no event shows: loss functions, loaders, schedulers, modules, loaded states.
+
+Functions of torch are replaced while a `Lint` is attached, and put back afterwards. Each costs a
+fraction of a microsecond where nobody looks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
+
+from hookline.loop.model_watch import ModelCallback
+from hookline.loop.patches import SharedPatch
+from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
+
+LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
+)
+_task_id = torch._C._current_graph_task_id
+
+
+@dataclass(frozen=True, eq=False)
+class LossCall:
+    """A call of a loss function of `torch.nn.functional`, by the names of its arguments."""
+
+    name: str
+    input: Tensor
+    target: Tensor
+    options: dict[str, Any]
+    result: Any
+    has_gradients: bool
+    """Whether gradients were enabled: otherwise this is an evaluation."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedBatch:
+    """A batch that a `DataLoader` has delivered; `indices` are None if they are not known."""
+
+    loader: Any
+    iterator: Any
+    batch: Any
+    index: int
+    indices: Any
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """A call of a module of the model that has returned."""
+
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    has_gradients: bool
+
+
+class TorchWatch:
+    """Calls `notice(point, *args)` for what happens in torch, while it is attached.
+
+    Args:
+        notice: gets the name of a point of `POINTS`, and what belongs to it.
+        sees_losses: whether loss functions are replaced. They may be part of a compiled model,
+            which would then be compiled again.
+    """
+
+    def __init__(self, notice: Callable[..., None], *, sees_losses: bool) -> None:
+        self.notice = notice
+        self.sees_losses = sees_losses
+        self._handles: list[RemovableHandle] = []
+        self._hooked: list[nn.Module] = []
+        self.is_paused = False  # while active checks call the model
+
+    def attach(self) -> None:
+        """Replace the functions."""
+        torch_patch.add(self)
+
+    def detach(self) -> None:
+        """Put the functions back."""
+        torch_patch.remove(self)
+        self.leave_modules()
+
+    def hook_modules(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
+        """See the calls of all modules of a model until `leave_modules`."""
+        if self._handles:
+            return
+        callback: Any = ModelCallback(functools.partial(self._after_call, names))
+        for module in model.modules():
+            hide_hooks(module)
+            self._hooked.append(module)
+            self._handles.append(module.register_forward_hook(callback, with_kwargs=True))
+
+    def leave_modules(self) -> None:
+        """See no calls of modules any more."""
+        while self._handles:
+            self._handles.pop().remove()
+            unhide_hooks(self._hooked.pop())
+
+    def _after_call(self, names: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if _task_id() == -1 and module in names:  # not recomputed by activation checkpointing
+            has_gradients = torch.is_grad_enabled()
+            call = ModuleCall(names[module], module, args, kwargs, output, has_gradients)
+            self._tell("on_module_call", call)
+
+    def _tell(self, point: str, *args: Any) -> None:
+        if not self.is_paused:
+            self.notice(point, *args)
+
+
+def _tell(point: str, *args: Any) -> None:
+    for watch in torch_patch:
+        if not watch.is_paused:
+            watch.notice(point, *args)
+
+
+def _replace(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function.__name__ not in _AFTER:
+        return _replace_engine(function)
+    after = _AFTER[function.__name__]
+
+    @functools.wraps(function)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        after(function.__name__, result, args, kwargs)
+        return result
+
+    return watched
+
+
+def _replace_engine(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """Return autograd's engine, with calls before and after each backward that reaches `.grad`."""
+
+    def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("accumulate_grad") or _task_id() != -1:
+            return engine(outputs, *args, **kwargs)
+        loss = outputs[0] if len(outputs) == 1 and isinstance(outputs[0], Tensor) else None
+        _tell("on_before_backward", loss)
+        result = engine(outputs, *args, **kwargs)
+        _tell("on_after_backward")
+        return result
+
+    return run_backward
+
+
+# -- what is told after each function --------------------------------------------------------------
+
+
+def _loss_called(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+    source, target = given.pop("input", None), given.pop("target", None)
+    if isinstance(source, Tensor) and isinstance(target, Tensor):
+        has_gradients = torch.is_grad_enabled()
+        _tell("on_loss_call", LossCall(name, source, target, given, result, has_gradients))
+
+
+def _loader_started(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    result._hookline_loader = args[0]
+    _tell("on_loader_start", args[0], result)
+
+
+def _index_drawn(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    iterator = args[0]
+    drawn = vars(iterator).setdefault("_hookline_drawn", {})
+    number = getattr(iterator, "_send_idx", iterator._num_yielded)
+    drawn[number] = result
+
+
+def _batch_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    iterator = args[0]
+    index = iterator._num_yielded - 1
+    drawn = vars(iterator).get("_hookline_drawn", {})
+    loader = getattr(iterator, "_hookline_loader", None)
+    loaded = LoadedBatch(loader, iterator, result, index, drawn.pop(index, None))
+    _tell("on_batch_loaded", loaded)
+
+
+def _scheduler_stepped(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    _tell("on_scheduler_step", args[0])
+
+
+def _optimizer_made(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    _tell("on_optimizer_made", args[0])
+
+
+def _state_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    state = args[1] if len(args) > 1 else kwargs.get("state_dict")
+    _tell("on_state_loaded", args[0], state)
+
+
+def _file_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    _tell("on_file_loaded", result)
+
+
+_AFTER: dict[str, Callable[[str, Any, Any, Any], None]] = {
+    **dict.fromkeys(LOSSES, _loss_called),
+    "__iter__": _loader_started,
+    "_next_index": _index_drawn,
+    "__next__": _batch_loaded,
+    "step": _scheduler_stepped,
+    "__init__": _optimizer_made,
+    "load_state_dict": _state_loaded,
+    "load": _file_loaded,
+}
+
+
+def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
+    schedulers = [each for each in vars(lr_scheduler).values() if isinstance(each, type)]
+    losses = LOSSES if any(watch.sees_losses for watch in watches) else ()
+    return [
+        *((F, name) for name in losses),
+        (DataLoader, "__iter__"),
+        *((_BaseDataLoaderIter, name) for name in ("_next_index", "__next__")),
+        *(
+            (each, "step")
+            for each in schedulers
+            if issubclass(each, lr_scheduler.LRScheduler) and "step" in vars(each)
+        ),
+        (torch.optim.Optimizer, "__init__"),
+        *(
+            (each, "load_state_dict")
+            for each in (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler)
+        ),
+        (torch, "load"),
+        (torch.autograd, "_engine_run_backward"),
+    ]
+
+
+torch_patch: SharedPatch[TorchWatch] = SharedPatch(_targets, _replace)

@@ -1,0 +1,185 @@
+"""TrainingView: what the checks of `Lint` look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.loop.loop import loop_of, processes_of
+from hookline.loop.model_watch import is_compiled_in_place, models_in
+from hookline.tensors.device_numbers import read_tensors
+from hookline.tensors.name_patterns import module_places
+from hookline.tensors.parameter_names import named_parameters
+from hookline.tensors.sharded import stored_values
+
+FIRST_STEPS = 10
+"""All of these are looked at, then each hundredth."""
+
+_EVERY = 100
+_SAMPLE = 64  # elements of a tensor
+
+Judge = Callable[..., None]
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterPlace:
+    """A parameter of the model, and the module that has it."""
+
+    name: str
+    tensor: nn.Parameter
+    module_name: str
+    module: nn.Module
+    attribute: str
+
+
+class TrainingView:
+    """Where training stands, and the reading of tensors for all checks at once.
+
+    Attributes:
+        trainer: what hooks get as `trainer`.
+        model: the model, or a `ModelGroup` of several.
+        optimizers: the optimizers of the loop.
+        step: the number of the step in progress, from 1; in `on_step_end` of the one that is done.
+        steps_seen: how many steps this process has seen, with the one in progress.
+        is_due: whether the step in progress is looked at closely.
+        is_evaluating: whether the loop says that it validates.
+        rank: of this process.
+        ranks: how many processes train together.
+    """
+
+    def __init__(self, trainer: Any, model: nn.Module, optimizers: Sequence[Any]) -> None:
+        self.trainer, self.model, self.optimizers = trainer, model, list(optimizers)
+        self._processes = processes_of(trainer)
+        self.rank, self.ranks = self._processes.rank, self._processes.size
+        self.step, self.steps_seen, self.is_due = 1, 1, True
+        self._close_until = FIRST_STEPS
+        self._places: list[ParameterPlace] = []
+        self._ids: tuple[int, ...] = ()
+        self._reads: list[tuple[list[Any], Judge, tuple[Any, ...]]] = []
+        self._exchanges: dict[str, tuple[Any, Judge]] = {}
+
+    # -- where training stands ---------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Set the step in progress."""
+        self.step = step
+        self.is_due = self.steps_seen <= self._close_until or self.steps_seen % _EVERY == 0
+
+    def end_step(self) -> None:
+        """Count a step."""
+        self.steps_seen += 1
+        self.begin_step(self.step + 1)
+
+    def look_closely(self) -> None:
+        """Look at the next steps as at the first ones: the state was restored."""
+        self._close_until = self.steps_seen + FIRST_STEPS
+        self.begin_step(self.step)
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the loop says that it validates, or the model generates."""
+        loop = loop_of(self.trainer)
+        return loop is not None and (loop.context.evaluating or loop.context.generating)
+
+    def known(self, name: str) -> Any:
+        """Return an argument of events, such as `batch`; None if this loop does not provide it."""
+        loop = loop_of(self.trainer)
+        return None if loop is None else loop.context.known(name)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of a group, or the one model."""
+        return models_in(self.model)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of the model is compiled: its modules' calls cannot be seen."""
+        return any(
+            is_compiled_in_place(module) or type(module).__name__ == "OptimizedModule"
+            for module in self.model.modules()
+        )
+
+    @property
+    def module_names(self) -> dict[nn.Module, str]:
+        """The names of the model's modules, without those of wrappers."""
+        places = {place.full_name: place.name for place in module_places(self.model)}
+        return {m: places.get(name, name) for name, m in self.model.named_modules()}
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> list[ParameterPlace]:
+        """The model's parameters as they are now; a tied one once, under its first name."""
+        ids = tuple(map(id, self.model.parameters()))
+        if ids != self._ids:
+            names = named_parameters(self.model, None)
+            modules = {place.full_name: place.name for place in module_places(self.model)}
+            found: dict[int, ParameterPlace] = {}
+            for full_name, module in self.model.named_modules():
+                own_name = modules.get(full_name, full_name)
+                for attribute, tensor in module.named_parameters(recurse=False):
+                    if id(tensor) in names and id(tensor) not in found:
+                        name = names[id(tensor)]
+                        place = ParameterPlace(name, tensor, own_name, module, attribute)
+                        found[id(tensor)] = place
+            self._ids, self._places = ids, list(found.values())
+        return self._places
+
+    def name_of(self, tensor: Any) -> str | None:
+        """Return the name of a parameter; None if the model does not have it."""
+        return next((each.name for each in self.parameters if each.tensor is tensor), None)
+
+    def optimized(self) -> dict[int, list[Any]]:
+        """Return the optimizers that have a parameter, by the parameter's `id`."""
+        found: dict[int, list[Any]] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found.setdefault(id(parameter), []).append(optimizer)
+        return found
+
+    # -- tensors -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, tensor: Tensor) -> Tensor:
+        """Return a copy of some elements of a tensor, always the same ones, on its device."""
+        values = stored_values(tensor)
+        flat = values.reshape(-1)
+        stride = max(1, flat.numel() // _SAMPLE)
+        return flat[::stride][:_SAMPLE].clone()
+
+    def read(self, tensors: Sequence[Tensor], judge: Judge, *args: Any) -> None:
+        """Read tensors at the end of the step; then call `judge(numbers, *args)`.
+
+        `numbers` is a list with a number for each scalar tensor, and a list for each vector.
+        """
+        self._reads.append((list(tensors), judge, args))
+
+    def compare_ranks(self, key: str, value: Any, judge: Judge) -> None:
+        """Exchange a value with the other ranks in this step; then call `judge(values)`, by rank.
+
+        Every rank has to call this in the same step with the same key; a key that one of them does
+        not have is dropped. The value is a number, a text, or a list or dict of these: a judge of
+        `read` may call this. Only in due steps.
+        """
+        self._exchanges[key] = (value, judge)
+
+    def settle(self, guard: Callable[[Judge, tuple[Any, ...]], None]) -> None:
+        """Read all tensors with one transfer, exchange values with other ranks, and judge."""
+        reads, self._reads = self._reads, []
+        if reads:
+            numbers = iter(read_tensors(tensor for tensors, _, _ in reads for tensor in tensors))
+            for tensors, judge, args in reads:
+                values = [next(numbers) for _ in tensors]
+                guard(judge, (values, *args))
+        exchanges, self._exchanges = self._exchanges, {}
+        if self.ranks > 1 and self.is_due:
+            own = {key: value for key, (value, _) in exchanges.items()}
+            everyone = self._processes.gather(own)
+            for key, (_, judge) in exchanges.items():
+                if all(key in each for each in everyone):
+                    guard(judge, ([each[key] for each in everyone],))
