@@ -63,13 +63,18 @@ class SharedPatch(Generic[T]):
             if reference() is listener:
                 self._drop(reference)
 
+    def put_back(self) -> None:
+        """Put back what nobody needs any more, if nobody else has replaced it."""
+        if not self._references and self._replaced:
+            with self._lock:
+                self._change()
+
     def _drop(self, reference: weakref.ref[T]) -> None:
         with self._lock:
             self._references = tuple(one for one in self._references if one is not reference)
             self._change()
         for other in _patches:  # that could not put back what this one had replaced since
-            if other is not self and not other._references and other._replaced:
-                other._change()
+            other.put_back()
 
     def _change(self) -> None:
         """Replace what the listeners need; put back the rest, unless others have replaced it.

@@ -123,4 +123,4 @@ POINTS = {
     "on_repeat": "of active checks, once in an early step: call the model again (RepeatableCall)",
     "on_train_end": "training has ended",
 }
-"""The methods that a check may have, and when they are called; after `view` come those arguments."""
+"""The methods that a check may have, when they are called, and with what after `view`."""

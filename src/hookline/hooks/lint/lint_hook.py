@@ -15,10 +15,11 @@ from hookline.hooks.debugging.repeated_forward import CannotRepeatError, ModelCa
 from hookline.hooks.lint.catalogue import CHECKS
 from hookline.hooks.lint.finding import POINTS, Check, Finding
 from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.torch_watch import LossCall, TorchWatch
+from hookline.hooks.lint.torch_watch import LossCall, TorchWatch, early_watch
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.loop.loop import loop_of, processes_of
 from hookline.options import BuiltIn
+from hookline.printable import message_lines
 
 log = logging.getLogger("hookline")
 
@@ -66,7 +67,8 @@ class Lint(BuiltIn):
         self._checks: list[Check] = []
         self._points: dict[str, list[Check]] = {}
         self._view: TrainingView | None = None
-        self._watch: TorchWatch | None = None
+        self._watch = TorchWatch()
+        self._watch.attach()
         self._call: ModelCall | None = None
         self._targets: list[Tensor] = []
         self._unsent: list[Finding] = []
@@ -74,7 +76,8 @@ class Lint(BuiltIn):
     # -- starting and ending -----------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, model: nn.Module, optimizers: list[Any]) -> None:
-        self._end()
+        if self._view is not None:
+            self._end()
         self._view = view = TrainingView(trainer, model, optimizers)
         loop = loop_of(trainer)
         view.begin_step((0 if loop is None else loop.context.step) + 1)
@@ -88,10 +91,11 @@ class Lint(BuiltIn):
             if check.is_active and not self.active:
                 check.left_out = "active checks are switched off"
         self._points = {point: [c for c in self._checks if hasattr(c, point)] for point in POINTS}
-        self._watch = TorchWatch(self._tell, sees_losses=not view.is_compiled)
-        self._watch.attach()
-        self._hook_modules()
         self._tell("on_train_start")
+        watch = early_watch if early_watch.is_attached else self._watch
+        self._watch = watch
+        watch.start(self._tell, sees_losses=not view.is_compiled)
+        self._hook_modules()
 
     def on_train_end(self, trainer: Any) -> None:
         view = self._view
@@ -104,9 +108,8 @@ class Lint(BuiltIn):
         self._summarize(trainer)
 
     def _end(self) -> None:
-        if self._watch is not None:
-            self._watch.detach()
-        self._watch = self._view = self._call = None
+        self._watch.detach()
+        self._view = self._call = None
         self._points, self._targets = {}, []
 
     # -- calling the checks ------------------------------------------------------------------------
@@ -143,9 +146,10 @@ class Lint(BuiltIn):
 
     def on_before_forward(self) -> None:
         view = self._view
-        if view is not None and self.active and view.steps_seen == _REPEATED_STEP:
-            if self._call is None and self._points.get("on_repeat"):
-                self._call = running_call()
+        if view is None or not self.active or view.steps_seen != _REPEATED_STEP:
+            return
+        if self._call is None and self._points.get("on_repeat"):
+            self._call = running_call()
 
     def on_after_forward(self, outputs: Any) -> None:
         self._tell("on_after_forward", outputs)
@@ -201,7 +205,7 @@ class Lint(BuiltIn):
     def _hook_modules(self) -> None:
         """See the calls of modules in due steps; hooks would compile a compiled model again."""
         view, watch = self._view, self._watch
-        if view is None or watch is None:
+        if view is None:
             return
         if view.is_due and self._points["on_module_call"] and not view.is_compiled:
             watch.hook_modules(view.model, view.module_names)
@@ -217,7 +221,7 @@ class Lint(BuiltIn):
     def _repeat(self, view: TrainingView) -> None:
         call, self._call = self._call, None
         targets, self._targets = self._targets, []
-        if call is None or self._watch is None:
+        if call is None:
             return
         self._watch.is_paused = True
         try:
@@ -239,7 +243,7 @@ class Lint(BuiltIn):
             self._unsent.append(finding)
             return
         level = logging.ERROR if finding.severity == "error" else logging.WARNING
-        log.log(level, "Lint: %s", finding)
+        log.log(level, "%s", message_lines(*f"Lint: {finding}".splitlines()))
         run = getattr(view.trainer, "run", None)
         if run is not None:
             run.event("finding", **finding.as_dict())
@@ -267,10 +271,10 @@ class Lint(BuiltIn):
         if processes_of(trainer).rank:
             return
         found = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
-        text = f"Lint: {count} checks, {found}" + (f", {errors} of them errors." if errors else ".")
+        lines = [f"Lint: {count} checks, {found}{f', {errors} of them errors' if errors else ''}."]
         reasons: dict[str, list[str]] = {}
         for name, reason in left_out.items():
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
-            text += f"\n    Left out: {', '.join(names)} ({reason})."
-        log.info("%s", text)
+            lines.append(f"    Left out: {', '.join(names)} ({reason}).")
+        log.info("%s", message_lines(*lines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,13 @@ LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
 )
+_BEFORE_TRAINING = frozenset(
+    {
+        *("on_loader_start", "on_batch_loaded", "on_optimizer_made"),
+        *("on_state_loaded", "on_file_loaded"),
+    }
+)
+_MAX_EARLY = 100
 _task_id = torch._C._current_graph_task_id
 
 
@@ -66,29 +73,62 @@ class ModuleCall:
 
 
 class TorchWatch:
-    """Calls `notice(point, *args)` for what happens in torch, while it is attached.
+    """Sees what happens in torch while it is attached; before `start`, keeps what was seen.
 
-    Args:
-        notice: gets the name of a point of `POINTS`, and what belongs to it.
-        sees_losses: whether loss functions are replaced. They may be part of a compiled model,
-            which would then be compiled again.
+    Loops iterate over a loader, make optimizers and load states before training begins.
     """
 
-    def __init__(self, notice: Callable[..., None], *, sees_losses: bool) -> None:
-        self.notice = notice
-        self.sees_losses = sees_losses
+    def __init__(self) -> None:
+        self.notice: Callable[..., None] = self._keep
+        self.sees_losses = False
+        self._early: list[tuple[str, tuple[Any, ...]]] = []
         self._handles: list[RemovableHandle] = []
         self._hooked: list[nn.Module] = []
         self.is_paused = False  # while active checks call the model
 
     def attach(self) -> None:
-        """Replace the functions."""
+        """Replace the functions that are called before training; keep what they are called for."""
         torch_patch.add(self)
+
+    def start(self, notice: Callable[..., None], *, sees_losses: bool) -> None:
+        """Tell what was kept and what happens from now on, as `notice(point, *args)`.
+
+        Args:
+            notice: gets the name of a point of `POINTS`, and what belongs to it.
+            sees_losses: whether loss functions are replaced. They may be part of a compiled model,
+                which would then be compiled again.
+        """
+        torch_patch.remove(self)
+        self.sees_losses = sees_losses
+        torch_patch.add(self)
+        early, self._early = self._early, []
+        self.notice = notice
+        for point, args in early:
+            notice(point, *args)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether functions are replaced."""
+        return any(watch is self for watch in torch_patch)
+
+    def _keep(self, point: str, *args: Any) -> None:
+        if point in _BEFORE_TRAINING and len(self._early) < _MAX_EARLY:
+            if point == "on_batch_loaded":
+                args = (replace(args[0], batch=None),)
+            self._early.append((point, args))
 
     def detach(self) -> None:
         """Put the functions back."""
         torch_patch.remove(self)
         self.leave_modules()
+        self._early.clear()
+        self.notice = self._keep
+
+    def __deepcopy__(self, memo: Any) -> TorchWatch:
+        return TorchWatch()
+
+    def __reduce__(self) -> Any:
+        return TorchWatch, ()
 
     def hook_modules(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
         """See the calls of all modules of a model until `leave_modules`."""
@@ -166,20 +206,20 @@ def _loss_called(name: str, result: Any, args: Any, kwargs: Any) -> None:
 
 
 def _loader_started(name: str, result: Any, args: Any, kwargs: Any) -> None:
-    result._hookline_loader = args[0]
+    vars(result)["_hookline_loader"] = args[0]
     _tell("on_loader_start", args[0], result)
 
 
 def _index_drawn(name: str, result: Any, args: Any, kwargs: Any) -> None:
     iterator = args[0]
     drawn = vars(iterator).setdefault("_hookline_drawn", {})
-    number = getattr(iterator, "_send_idx", iterator._num_yielded)
+    number = vars(iterator).get("_send_idx", vars(iterator)["_num_yielded"])
     drawn[number] = result
 
 
 def _batch_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
     iterator = args[0]
-    index = iterator._num_yielded - 1
+    index = vars(iterator)["_num_yielded"] - 1
     drawn = vars(iterator).get("_hookline_drawn", {})
     loader = getattr(iterator, "_hookline_loader", None)
     loaded = LoadedBatch(loader, iterator, result, index, drawn.pop(index, None))
@@ -238,3 +278,6 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
 
 
 torch_patch: SharedPatch[TorchWatch] = SharedPatch(_targets, _replace)
+
+early_watch = TorchWatch()
+"""Attached by `hookline run` and `hookline lint` before a script makes its loop."""

@@ -1,0 +1,404 @@
+"""Rule 7, data: each epoch has its own order, workers differ, and no batch is lost."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall
+from hookline.hooks.lint.training_view import TrainingView
+
+_KEPT_BATCHES = 4  # whose indices are compared from epoch to epoch
+_MIN_SAMPLES = 12  # fewer have the same random order too often
+_MANY_STARTS = 3
+_MANY_LABELS = 8
+
+
+@dataclass(eq=False)
+class _Epoch:
+    """What one iteration over a loader has delivered."""
+
+    order: list[Any] = field(default_factory=list)
+    epoch_of_sampler: Any = None
+    loaded: int = 0
+    trained: int = 0
+    before_training: int = 0  # batches that were loaded before the first one was trained on
+
+
+class _LoaderCheck(Check):
+    """Follows the epochs of the loaders whose batches are trained on."""
+
+    rule = 7
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._epochs: WeakKeyDictionary[Any, list[_Epoch]] = WeakKeyDictionary()
+        self._latest: tuple[Any, _Epoch] | None = None
+
+    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
+        """Begin an epoch of a loader."""
+        epochs = self._epochs.setdefault(loader, [])
+        epochs.append(_Epoch(epoch_of_sampler=getattr(_sampler(loader), "epoch", None)))
+        del epochs[:-4]
+
+    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
+        """Note which batch comes next."""
+        epochs = self._epochs.get(loaded.loader) if loaded.loader is not None else None
+        if not epochs:
+            return
+        epoch = epochs[-1]
+        epoch.loaded += 1
+        epoch.before_training += not epoch.trained
+        if loaded.index < _KEPT_BATCHES and isinstance(loaded.indices, list):
+            epoch.order.append(tuple(loaded.indices))
+        self._latest = (loaded.loader, epoch)
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Count the batch as one that is trained on."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            latest[1].trained += 1
+
+
+class SameOrderEveryEpoch(_LoaderCheck):
+    """A loader that shuffles delivers the same order in each epoch.
+
+    A new order in each epoch is what shuffling is for. A `DistributedSampler` makes its order from
+    its epoch, which somebody has to set; a generator that is seeded before each epoch gives the
+    same order, too.
+
+    Bug:
+        for epoch in range(epochs):
+            for batch in loader:  # sampler.set_epoch(epoch) is missing
+                ...
+
+    Fix:
+        Call `loader.sampler.set_epoch(epoch)` before each epoch; seed generators once.
+
+    Ignore:
+        When the order is repeated on purpose.
+    """
+
+    id = "same-order-every-epoch"
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Compare the order of the two latest epochs that were trained on."""
+        for loader, epochs in list(self._epochs.items()):
+            done = [epoch for epoch in epochs if epoch.trained]
+            if len(done) < 2 or not _shuffles(loader):
+                continue
+            before, now = done[-2].order, done[-1].order
+            compared = min(len(now), _KEPT_BATCHES)
+            is_enough = sum(map(len, now[:compared])) >= _MIN_SAMPLES and len(now) > 1
+            if is_enough and now[:compared] == before[:compared]:
+                self._find(view, loader, done[-1], sum(map(len, now[:compared])))
+
+    def _find(self, view: TrainingView, loader: Any, epoch: _Epoch, count: int) -> None:
+        sampler = _sampler(loader)
+        has_epoch = callable(getattr(sampler, "set_epoch", None))
+        fix = (
+            f"Call set_epoch(epoch) of the {type(sampler).__name__} before each epoch."
+            if has_epoch
+            else "Seed the generator of the loader once, before training, and not in each epoch."
+        )
+        was = f" Its epoch is {epoch.epoch_of_sampler} again." if has_epoch else ""
+        self.find(
+            view,
+            f"{_describe(loader)} ({type(sampler).__name__})",
+            f"The first {count} samples of two epochs came in the same order, although the loader "
+            f"shuffles.{was}",
+            fix,
+        )
+
+
+class OrderReplayed(_LoaderCheck):
+    """After resuming, the order of the first epoch is used again.
+
+    A run that is resumed in a later epoch continues with an order of its own. Where the generator
+    is seeded anew and not restored, samples of the first epoch are seen again, and others never.
+
+    Bug:
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        loader = DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+    Fix:
+        Save and restore the generator's state, or seed it with `seed + epoch`.
+
+    Ignore:
+        When training starts again from the first epoch on purpose.
+    """
+
+    id = "order-replayed-after-resuming"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._first: dict[int, list[Any]] = {}  # the first order, by dataset
+        self._restored: set[int] = set()  # datasets that were in use when a state was loaded
+
+    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
+        """Notice that training is resumed within this process."""
+        if isinstance(target, torch.optim.Optimizer) and state.get("state"):
+            self._restored = set(self._first)
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Compare the first order of a new loader with that of the first one."""
+        for loader, epochs in list(self._epochs.items()):
+            trained = [epoch for epoch in epochs if epoch.trained]
+            if not trained or not _shuffles(loader):
+                continue
+            order, dataset = trained[0].order, id(loader.dataset)
+            if len(order) < 2 or sum(map(len, order)) < _MIN_SAMPLES:
+                continue
+            first = self._first.setdefault(dataset, list(order))
+            is_new = dataset in self._restored and len(epochs) == 1
+            if is_new and order == first[: len(order)] and len(order) == _KEPT_BATCHES:
+                self._restored.discard(dataset)
+                self.find(
+                    view,
+                    f"{_describe(loader)} ({type(_sampler(loader)).__name__})",
+                    f"After a saved state was loaded, the first {sum(map(len, order))} samples "
+                    "came in the order of the very first epoch.",
+                    "Save and restore the state of the loader's generator with the checkpoint, or "
+                    "seed it with seed + epoch.",
+                )
+
+
+class IteratorMadeAnew(_LoaderCheck):
+    """A loader is iterated from its beginning for every step.
+
+    `next(iter(loader))` starts over: without shuffling it is the same first batch each time, and
+    the rest of the data is never seen; with workers, all of them are started for one batch.
+
+    Bug:
+        for step in range(steps):
+            x, y = next(iter(loader))
+
+    Fix:
+        Iterate over the loader, and start again when it ends.
+
+    Ignore:
+        When one batch is overfitted on purpose; take it once, before the loop.
+    """
+
+    id = "loader-iterator-made-anew"
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Count iterations that ended after one batch."""
+        for loader, epochs in list(self._epochs.items()):
+            latest = epochs[-_MANY_STARTS:]
+            if len(latest) < _MANY_STARTS or any((e.loaded, e.trained) != (1, 1) for e in latest):
+                continue
+            if _length(loader) <= 1 or not isinstance(_sampler(loader), SequentialSampler):
+                continue
+            self.find(
+                view,
+                _describe(loader),
+                f"In {_MANY_STARTS} steps in a row, the loader was started anew and only its first "
+                f"batch was used, of {_length(loader)}.",
+                "Write `for batch in loader:`, or make the iterator once and again when it ends.",
+            )
+
+
+class BatchesSkipped(_LoaderCheck):
+    """Batches at the beginning of each epoch are loaded, and not trained on.
+
+    After resuming in the middle of an epoch, its first batches are skipped, once. Where this is
+    repeated in later epochs, these batches are never trained on again.
+
+    Bug:
+        for epoch in range(start, epochs):
+            for i, batch in enumerate(loader):
+                if i < batches_done:
+                    continue
+
+    Fix:
+        Skip batches only in the epoch that was resumed.
+
+    Ignore:
+        When the first batches of each epoch are for something else.
+    """
+
+    id = "batches-skipped-in-every-epoch"
+
+    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
+        """Compare the two epochs that have ended."""
+        super().on_loader_start(view, loader, iterator)
+        ended = [epoch for epoch in self._epochs[loader][:-1] if epoch.trained][-2:]
+        skipped = [epoch.loaded - epoch.trained for epoch in ended]
+        first = [epoch.before_training - 1 for epoch in ended]
+        sampler = getattr(loader, "batch_sampler", None)
+        of_sampler = getattr(sampler, "skip_batches", 0)
+        if len(ended) == 2 and skipped == first and skipped[0] == skipped[1] > 0:
+            self._find(view, loader, skipped[0])
+        elif len(ended) >= 1 and of_sampler:
+            self._find(view, loader, of_sampler)
+
+    def _find(self, view: TrainingView, loader: Any, count: int) -> None:
+        self.find(
+            view,
+            _describe(loader),
+            f"The first {count} batches of an epoch were not trained on, again in the next epoch.",
+            "Skip batches only in the epoch that was resumed.",
+        )
+
+
+class WorkersShareRandomNumbers(Check):
+    """The workers of a loader draw the same random numbers.
+
+    Each worker gets a copy of the dataset. A generator that the dataset has is copied with its
+    state, so all workers draw the same numbers, and draw them again in each epoch. torch seeds only
+    the global generators of torch, Python and NumPy per worker.
+
+    Bug:
+        class Noisy(Dataset):
+            def __init__(self):
+                self.rng = np.random.default_rng(0)
+            def __getitem__(self, i):
+                return self.data[i] + self.rng.normal()
+
+    Fix:
+        Make the generator in each worker: in `worker_init_fn`, or at its first use, seeded with
+        `torch.initial_seed()`.
+
+    Ignore:
+        When the numbers do not matter.
+    """
+
+    id = "workers-share-random-numbers"
+    rule = 7
+
+    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
+        """Look for a generator that the dataset's own code uses."""
+        if not loader.num_workers or loader.worker_init_fn is not None:
+            return
+        dataset = loader.dataset
+        name = _find_generator(dataset)
+        if name is not None:
+            self.find(
+                view,
+                _describe(loader),
+                f"'{name}' of {type(dataset).__name__} is a random generator, and the workers "
+                f"({loader.num_workers}) have copies of it in the same state.",
+                "Give each worker its own generator, seeded with torch.initial_seed(), in "
+                "worker_init_fn or when it is first used.",
+            )
+
+
+class SortedLabels(Check):
+    """Classes come one after the other, because the data are sorted and not shuffled.
+
+    Stochastic gradient descent expects batches that are drawn from all data. Where batches have
+    one class each, the model forgets one class while it learns the next.
+
+    Bug:
+        loader = DataLoader(dataset_sorted_by_class, batch_size=64)
+
+    Fix:
+        Pass `shuffle=True` to the loader.
+
+    Ignore:
+        When classes are trained one after the other on purpose (continual learning).
+    """
+
+    id = "labels-sorted"
+    rule = 7
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._ranges: list[tuple[float, float]] = []
+        self._loader: Any = None
+
+    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
+        """Note the loader."""
+        self._loader = loaded.loader
+
+    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
+        """Measure the range of the labels."""
+        labels, loader = call.target, self._loader
+        if call.name not in ("cross_entropy", "nll_loss") or not call.has_gradients:
+            return
+        is_sequential = loader is not None and isinstance(_sampler(loader), SequentialSampler)
+        is_batch = labels.ndim == 1 and labels.numel() >= _MANY_LABELS
+        if is_sequential and is_batch and not labels.is_floating_point() and view.is_due:
+            read: list[Tensor] = [labels.min(), labels.max(), labels.diff().min()]
+            view.read(read, self._judge, view, loader)
+
+    def _judge(self, numbers: list[float], view: TrainingView, loader: Any) -> None:
+        low, high, smallest_step = numbers
+        is_sorted = smallest_step >= 0 and (not self._ranges or low >= self._ranges[-1][1])
+        self._ranges = [*self._ranges, (low, high)] if is_sorted else []
+        is_long = len(self._ranges) >= _MANY_LABELS
+        if is_long and self._ranges[0][0] < self._ranges[-1][1]:
+            self.find(
+                view,
+                _describe(loader),
+                f"The labels of {len(self._ranges)} batches in a row were sorted, from class "
+                f"{self._ranges[0][0]:.0f} to {self._ranges[-1][1]:.0f}.",
+                "Pass shuffle=True to the DataLoader.",
+            )
+
+
+def _sampler(loader: Any) -> Any:
+    """Return the sampler of single indices."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return inner if inner is not None else sampler
+
+
+def _shuffles(loader: Any) -> bool:
+    sampler = _sampler(loader)
+    if isinstance(sampler, RandomSampler):
+        return True
+    return callable(getattr(sampler, "set_epoch", None)) and getattr(sampler, "shuffle", True)
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # an IterableDataset
+        return 0
+
+
+def _describe(loader: Any) -> str:
+    return f"DataLoader of {type(loader.dataset).__name__}"
+
+
+def _find_generator(dataset: Any) -> str | None:
+    """Return the name of a random generator that the code of a dataset uses for its samples."""
+    kind = type(dataset)
+    code = [
+        getattr(getattr(kind, name, None), "__code__", None) for name in ("__getitem__", "__iter__")
+    ]
+    used = {name for each in code if each is not None for name in each.co_names}
+    own = [
+        (name, value) for name, value in getattr(dataset, "__dict__", {}).items() if name in used
+    ]
+    return next((name for name, value in own if _is_generator(value)), None)
+
+
+def _is_generator(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    kinds: list[Any] = [random.Random, torch.Generator]
+    if numpy is not None:
+        kinds += [numpy.random.Generator, numpy.random.RandomState]
+    return isinstance(value, tuple(kinds))
+
+
+DATA_CHECKS = (
+    SameOrderEveryEpoch,
+    OrderReplayed,
+    IteratorMadeAnew,
+    BatchesSkipped,
+    WorkersShareRandomNumbers,
+    SortedLabels,
+)
