@@ -1,7 +1,7 @@
 """The `hookline` command: its subcommands, error messages and exit codes.
 
 Exit codes: 0 for success, 1 for an error, 2 for bad input, 130 for Ctrl-C; `train` also exits with
-128 plus a signal's number, and `run` with the script's exit code. An error is one message on
+128 plus a signal's number, `run` and `lint` with the script's exit code. An error is one message on
 stderr; unexpected errors have a traceback with `--debug`. Modules that import torch are imported by
 the commands that need them, so that `--help` is fast.
 """
@@ -30,6 +30,7 @@ from hookline.cli.command_base import (
 )
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
+from hookline.cli.lint_command import lint
 from hookline.cli.report_command import report
 from hookline.cli.run_command import RunCommand, run
 from hookline.cli.runs_command import runs_app
@@ -47,6 +48,7 @@ app = new_group("hookline")
 app.command(cls=Command)(init)
 app.command(cls=TrainCommand)(train)
 app.command(cls=RunCommand)(run)
+app.command(cls=RunCommand)(lint)
 app.command(cls=Command)(check)
 app.command(cls=Command)(schema)
 app.command(cls=Command)(verify)

@@ -129,7 +129,7 @@ def run(
             for variable, value in settings.variables().items():
                 print(f"export {variable}={shlex.quote(value)}")
             return
-        _check_command(command or [], strict=strict)
+        check_command(command or [], strict=strict)
     _become(command or [], settings)
 
 
@@ -209,7 +209,8 @@ def parse_hook(text: str) -> dict[str, Any]:
 # -- the script's command -------------------------------------------------------------------------
 
 
-def _check_command(command: list[str], *, strict: bool) -> None:
+def check_command(command: list[str], *, strict: bool) -> None:
+    """Raise if a command cannot be run, or (if strict) ignores what Hookline adds to it."""
     if not command:
         raise bad_value("COMMAND", "it is missing. Write it after --, as: -- python train.py.")
     program = command[0]

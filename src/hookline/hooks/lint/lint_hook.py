@@ -105,7 +105,7 @@ class Lint(BuiltIn):
         view.is_due = False  # other ranks may have ended before
         view.settle(self._judge)
         self._end()
-        self._summarize(trainer)
+        self._summarize(trainer, view.steps_seen - 1)
 
     def _end(self) -> None:
         self._watch.detach()
@@ -260,13 +260,18 @@ class Lint(BuiltIn):
         reasons = dict.fromkeys(self.ignore, "ignored")
         return reasons | {c.id: c.left_out for c in self._checks if c.left_out is not None}
 
-    def _summarize(self, trainer: Any) -> None:
+    def _summarize(self, trainer: Any, steps: int) -> None:
         errors = sum(finding.severity == "error" for finding in self.findings)
         left_out = self.left_out
         count = len([check for check in self._checks if check.left_out is None])
         run = getattr(trainer, "run", None)
         if run is not None:
-            fields = {"checks": count, "errors": errors, "findings": len(self.findings)}
+            fields = {
+                "steps": steps,
+                "checks": count,
+                "errors": errors,
+                "findings": len(self.findings),
+            }
             run.event("lint", **fields, left_out=left_out)
         if processes_of(trainer).rank:
             return

@@ -44,6 +44,8 @@ class RunSettings:
         settings: fields of `HookSettings`.
         strict: whether an error is raised where hooks cannot be attached.
         folder: where modules of the user's own hooks are imported from.
+        stopped_code: the exit code of a script whose loop a hook has stopped; 75 is EX_TEMPFAIL
+            of sysexits.h.
     """
 
     hooks: list[Any] = field(default_factory=list[Any])
@@ -55,6 +57,7 @@ class RunSettings:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     strict: bool = False
     folder: str = ""
+    stopped_code: int = 75
 
     @classmethod
     def from_environment(cls) -> RunSettings:

@@ -29,9 +29,6 @@ from hookline.loop.processes import is_main_process
 from hookline.masking import mask_text
 from hookline.printable import printable_lines
 
-STOPPED = 75
-"""The exit code of a script that a hook has stopped: EX_TEMPFAIL of sysexits.h."""
-
 Options = Callable[[bool], Mapping[str, Any]]
 
 _LOAD = """hookline: checkpoints are in {folder}. The script cannot load them by itself:
@@ -53,7 +50,12 @@ def listen_to_script() -> ScriptHooks:
         strict=settings.strict,
         has_default_hooks=not settings.hooks,
         loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
+        stopped_code=settings.stopped_code,
     )
+    if any(isinstance(each, Mapping) and each.get("name") == "lint" for each in settings.hooks):
+        from hookline.hooks.lint.torch_watch import early_watch
+
+        early_watch.attach()
     hooks.report_at_exit()
     return hooks
 
@@ -70,6 +72,7 @@ class ScriptHooks:
         has_default_hooks: whether nobody has asked for these hooks.
         loop_options: further options of `attach`, for bare loops.
         on_attach: called with each session.
+        stopped_code: the exit code of a process whose loop a hook has stopped.
     """
 
     def __init__(
@@ -80,8 +83,9 @@ class ScriptHooks:
         has_default_hooks: bool = False,
         loop_options: Mapping[str, Any] | None = None,
         on_attach: Callable[[Session], None] | None = None,
+        stopped_code: int = 0,
     ) -> None:
-        self._loop_options = loop_options or {}
+        self._loop_options, self._stopped_code = loop_options or {}, stopped_code
         self._options, self._strict, self._on_attach = options, strict, on_attach
         self._has_default_hooks = has_default_hooks
         self._loops = LoopWatch(self._attach_to_loop)
@@ -137,7 +141,7 @@ class ScriptHooks:
         session.begin()
         self._sessions[session] = session.step
         if self._loop_options:
-            _exit_when_stopped()
+            _exit_when_stopped(self._stopped_code)
         return session
 
     def _end_earlier(self) -> None:
@@ -306,8 +310,8 @@ def _is_in_trainer() -> bool:
     return any(name.startswith("hookline.trainer.") for name in names)
 
 
-def _exit_when_stopped() -> None:
-    """Exit with `STOPPED`, and one line, if nobody catches `StopTraining`."""
+def _exit_when_stopped(code: int) -> None:
+    """Exit with this code, and one line, if nobody catches `StopTraining`."""
     before: Any = sys.excepthook
     if getattr(before, "exits_when_stopped", False):
         return
@@ -317,7 +321,7 @@ def _exit_when_stopped() -> None:
             before(kind, error, traceback)
             return
         say(f"{error} What the script does after training was skipped.")
-        raise SystemExit(STOPPED)
+        raise SystemExit(code)
 
     exit_or_show.exits_when_stopped = True  # type: ignore[attr-defined]
     sys.excepthook = exit_or_show
