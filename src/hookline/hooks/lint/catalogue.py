@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from hookline.hooks.lint.average_checks import AVERAGE_CHECKS
 from hookline.hooks.lint.data_checks import DATA_CHECKS
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.gradient_checks import GRADIENT_CHECKS
+from hookline.hooks.lint.record_checks import RECORD_CHECKS
 from hookline.hooks.lint.replica_checks import REPLICA_CHECKS
+from hookline.hooks.lint.restore_checks import RESTORE_CHECKS
 from hookline.hooks.lint.tie_checks import TIE_CHECKS
 
 CHECKS: tuple[type[Check], ...] = (
@@ -13,4 +16,7 @@ CHECKS: tuple[type[Check], ...] = (
     *REPLICA_CHECKS,
     *TIE_CHECKS,
     *DATA_CHECKS,
+    *RESTORE_CHECKS,
+    *AVERAGE_CHECKS,
+    *RECORD_CHECKS,
 )

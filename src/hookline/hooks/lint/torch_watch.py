@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from hookline.loop.model_watch import ModelCallback
 from hookline.loop.patches import SharedPatch
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
+from hookline.tensors.nested import tensors_in
 
 LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -33,6 +34,7 @@ _BEFORE_TRAINING = frozenset(
     }
 )
 _MAX_EARLY = 100
+_MAX_FILE = 2 << 30  # bytes of tensors in a file
 _task_id = torch._C._current_graph_task_id
 
 
@@ -240,6 +242,8 @@ def _state_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
 
 
 def _file_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    if sum(tensor.nbytes for tensor in tensors_in(result)) > _MAX_FILE:
+        return  # it is kept until the first step
     _tell("on_file_loaded", result)
 
 

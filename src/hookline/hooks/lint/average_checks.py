@@ -1,0 +1,220 @@
+"""Rule 11, averages (EMA, SWA): they move toward the weights, and are tensors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.training_view import TrainingView
+from hookline.loop.patches import calling_frames
+from hookline.tensors.module_classes import unwrap_module
+
+_SEARCHED_STEP = 3  # an average is made before or in the first steps
+_STEPS_IN_A_ROW = 3
+_MANY_STEPS = 6
+_MAX_PAIRS = 8
+_NAMES = ("ema", "average", "shadow", "swa", "polyak")
+
+
+@dataclass(eq=False)
+class _Average:
+    """What follows the parameters, and what was measured of some of them."""
+
+    name: str
+    holder: Any  # a module, a mapping or a sequence with the tensors
+    parameters: dict[str, Tensor]
+    before: Tensor | None = None
+    weights: Tensor | None = None
+    ratios: list[float] = field(default_factory=list[float])
+
+    @property
+    def pairs(self) -> list[tuple[str, Tensor, Tensor]]:
+        """Names, averages and parameters; an update may put new tensors into the holder."""
+        tensors = self.holder
+        if isinstance(tensors, nn.Module):
+            tensors = dict(unwrap_module(getattr(tensors, "module", tensors)).named_parameters())
+        elif not isinstance(tensors, Mapping):
+            tensors = dict(zip(self.parameters, tensors, strict=False))
+        return [
+            (name, tensors[name], parameter)
+            for name, parameter in list(self.parameters.items())[:_MAX_PAIRS]
+            if _follows(tensors.get(name), parameter)
+        ]
+
+
+class _AverageCheck(Check):
+    rule = 11
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._averages: list[_Average] | None = None
+
+    def _find_averages(self, view: TrainingView) -> list[_Average]:
+        if self._averages is None and view.steps_seen >= _SEARCHED_STEP:
+            self._averages = _search(view)
+            if not self._averages:
+                self.left_out = "no average of the weights was found"
+        return self._averages or []
+
+
+class AverageMovesAway(_AverageCheck):
+    """An average of the weights does not move toward them, or is nearly a copy of them.
+
+    An exponential average takes a small part of the way to the weights in each step. With the sign
+    exchanged it moves away from them; with the two factors exchanged it takes nearly the whole way,
+    and averages nothing.
+
+    Bug:
+        ema.mul_(1 - decay).add_(weight, alpha=decay)  # decay = 0.999
+
+    Fix:
+        `ema.mul_(decay).add_(weight, alpha=1 - decay)`, or `torch.optim.swa_utils.AveragedModel`.
+
+    Ignore:
+        When the average is meant to follow the weights closely.
+    """
+
+    id = "average-moves-away"
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Measure which part of the way to the weights each average has taken since last time."""
+        if view.steps_seen > 3 * _MANY_STEPS and not view.is_due:
+            return
+        for average in self._find_averages(view):
+            now = _sample(view, [tensor for _, tensor, _ in average.pairs])
+            weights = _sample(view, [parameter for _, _, parameter in average.pairs])
+            if average.before is not None and average.weights is not None:
+                moved = now - average.before
+                # Most loops update the average after the step, some before it has ended.
+                ways = [average.weights - average.before, weights - average.before]
+                products = [
+                    term for way in ways for term in ((moved * way).sum(), way.square().sum())
+                ]
+                view.read([moved.square().sum(), *products], self._judge, view, average)
+            average.before, average.weights = now, weights
+
+    def _judge(self, numbers: list[float], view: TrainingView, average: _Average) -> None:
+        moved, *products = numbers
+        ways = [
+            (product, square)
+            for product, square in zip(products[::2], products[1::2], strict=True)
+            if square
+        ]
+        if not moved or not ways:
+            return  # it was not updated in this step
+        product, square = max(ways, key=lambda way: way[0] ** 2 / way[1])
+        is_parallel = product * product >= 0.98 * square * moved
+        average.ratios.append(product / square if is_parallel else 0.5)
+        latest, many = average.ratios[-_STEPS_IN_A_ROW:], average.ratios[-_MANY_STEPS:]
+        if len(latest) == _STEPS_IN_A_ROW and max(latest) < 0:
+            self._find(view, average, f"it moves away from the weights, by {-latest[-1]:.3g} of")
+        elif len(many) == _MANY_STEPS and min(many) > 0.9 and max(many) < 0.99999:
+            self._find(view, average, f"in each step it takes {many[-1]:.4g} of")
+
+    def _find(self, view: TrainingView, average: _Average, problem: str) -> None:
+        self.find(
+            view,
+            average.name,
+            f"The average of '{average.pairs[0][0]}' and others is wrong: {problem} the way to the "
+            "weights.",
+            "Update it with average = decay * average + (1 - decay) * weight, decay near 1.",
+        )
+
+
+class AverageIsAlias(_AverageCheck):
+    """An average has the same memory as the weights, so it is always equal to them.
+
+    Bug:
+        self.shadow = {name: p.data for name, p in model.named_parameters()}
+
+    Fix:
+        Copy the weights: `p.detach().clone()`.
+
+    Ignore:
+        Never: such an average is the weights themselves.
+    """
+
+    id = "average-is-alias"
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Compare where average and weight are in memory."""
+        if not view.is_due:
+            return
+        for average in self._find_averages(view):
+            shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
+            if shared:
+                self.find(
+                    view,
+                    average.name,
+                    f"'{shared[0]}' and its average are the same memory.",
+                    "Copy the weights for the average: parameter.detach().clone().",
+                )
+
+
+def _sample(view: TrainingView, tensors: list[Tensor]) -> Tensor:
+    return torch.cat([view.sample(tensor).double() for tensor in tensors])
+
+
+def _search(view: TrainingView) -> list[_Average]:
+    """Return the averages of the model's weights that the loop's own code has.
+
+    They are found by their class, or by the name of a variable, an attribute or a class, in the
+    functions that are running and in the attributes of what these have.
+    """
+    parameters = {place.name: place.tensor for place in view.parameters}
+    seen = {id(module) for module in view.model.modules()}
+    found: list[_Average] = []
+    for frame in calling_frames():
+        if frame.f_globals.get("__name__", "").split(".")[0] in ("hookline", "torch"):
+            continue
+        for values in (frame.f_locals, frame.f_globals):
+            for name, value in list(values.items()):
+                found += _look_at(name, value, parameters, seen, depth=2)
+    return found
+
+
+def _look_at(
+    name: str, value: Any, parameters: dict[str, Tensor], seen: set[int], depth: int
+) -> list[_Average]:
+    """Return the averages that a value is or has."""
+    if id(value) in seen or isinstance(value, type | ModuleType | Tensor | str | int | float):
+        return []
+    seen.add(id(value))
+    is_named = _is_average_name(name) or _is_average_name(type(value).__name__)
+    if isinstance(value, nn.Module | Mapping | list | tuple):
+        is_average = is_named or isinstance(value, AveragedModel)
+        kind = f"{type(value).__name__} " if isinstance(value, nn.Module) else ""
+        average = _Average(f"{kind}'{name}'", value, parameters)
+        return [average] if is_average and average.pairs else []
+    attributes = getattr(value, "__dict__", None)
+    if depth == 0 or not isinstance(attributes, dict):
+        return []
+    owner = f"{name}." if is_named else ""
+    return [
+        each
+        for key, inner in list(attributes.items())
+        for each in _look_at(f"{owner}{key}", inner, parameters, seen, depth - 1)
+    ]
+
+
+def _follows(tensor: Any, parameter: Tensor) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor is not parameter
+        and tensor.shape == parameter.shape
+        and tensor.is_floating_point()
+    )
+
+
+def _is_average_name(name: str) -> bool:
+    return any(word in name.lower() for word in _NAMES)
+
+
+AVERAGE_CHECKS = (AverageMovesAway, AverageIsAlias)

@@ -1,0 +1,263 @@
+"""Rule 10, restored state is the saved one: what a checkpoint has is loaded whole, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.training_view import TrainingView
+
+_MAX_DEPTH = 3
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
+
+
+class StateNotRestored(Check):
+    """A part of a checkpoint was loaded, and another part of the same file was not.
+
+    A run that is resumed continues with the weights, the optimizer's moments, the schedule and the
+    averages of the checkpoint. Where one is left out, it starts anew, and the loss jumps.
+
+    Bug:
+        checkpoint = torch.load(path)
+        model.load_state_dict(checkpoint["model"])
+        scheduler.load_state_dict(checkpoint["scheduler"])
+        # optimizer.load_state_dict(checkpoint["optimizer"]) is missing
+
+    Fix:
+        Load every part of the checkpoint.
+
+    Ignore:
+        When a new stage of training starts from old weights on purpose.
+    """
+
+    id = "state-not-restored"
+    rule = 10
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._parts: dict[int, tuple[str, str, Any]] = {}  # by id: key, kind, the part of the file
+        self._loaded: set[int] = set()
+        self._is_done = False
+
+    def on_file_loaded(self, view: TrainingView, value: Any) -> None:
+        """Note the states that a file has."""
+        self._parts = {id(part): (key, kind, part) for key, kind, part in _find_states(value)}
+        self._loaded, self._is_done = set(), False
+
+    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
+        """Note which of them was loaded."""
+        self._loaded.add(id(state))
+        if id(state) in self._parts or not isinstance(state, Mapping):
+            return
+        for key, (_, _, part) in self._parts.items():  # a copy, or a part without some keys
+            same = set(state) & set(part)
+            if same and any(state[k] is part[k] for k in same if isinstance(part[k], Tensor)):
+                self._loaded.add(key)
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Judge at the first step after loading."""
+        if self._is_done or not self._parts:
+            return
+        self._is_done = True
+        kinds = {kind for key, (_, kind, _) in self._parts.items() if key in self._loaded}
+        missing = {
+            name: (kind, part)
+            for key, (name, kind, part) in self._parts.items()
+            if key not in self._loaded and kind not in kinds
+        }
+        is_resumed = "weights" in kinds and len(kinds) > 1
+        for name, (kind, part) in missing.items():
+            if kind == "optimizer":
+                is_fresh = _is_empty(_moments(optimizer))
+                continues = is_resumed or _is_same_optimizer(optimizer, part)
+                has_moments = not _is_empty(_saved_moments(part))
+                if "weights" in kinds and is_fresh and continues and has_moments:
+                    self._find(view, type(optimizer).__name__, name, "its moments start from zero")
+            elif kind == "scheduler" and "optimizer" in kinds:
+                self._find(view, "the learning rate scheduler", name, "the schedule starts anew")
+            elif kind == "average" and "optimizer" in kinds:
+                self._find(view, "the averaged model", name, "the average starts anew")
+        self._parts = {}  # which may be large
+
+    def _find(self, view: TrainingView, subject: str, key: str, effect: str) -> None:
+        self.find(
+            view,
+            subject,
+            f"The file that the weights were loaded from has '{key}', which was not loaded: "
+            f"{effect}.",
+            f"Load it: .load_state_dict(checkpoint['{key}']).",
+        )
+
+
+class MomentsLost(Check):
+    """An optimizer's state was loaded, but at its first step it is another one.
+
+    Bug:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer = torch.optim.AdamW(model.parameters())  # made anew after loading
+
+    Fix:
+        Load the optimizer's state last, after model, optimizer and schedulers are made.
+
+    Ignore:
+        When the state is reset on purpose.
+    """
+
+    id = "optimizer-state-lost-after-loading"
+    rule = 10
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._loaded: dict[int, tuple[Any, Any]] = {}  # by optimizer: itself, and the saved state
+
+    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
+        """Note what was loaded."""
+        if isinstance(target, torch.optim.Optimizer) and isinstance(state, Mapping):
+            self._loaded[id(target)] = (target, state)
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Compare the first moment of the state with the saved one."""
+        if not self._loaded:
+            return
+        loaded, self._loaded = self._loaded, {}
+        own = loaded.get(id(optimizer))
+        if own is None:
+            (other, state) = next(iter(loaded.values()))
+            if not _is_empty(_saved_moments(state)) and _shares_parameters(other, optimizer):
+                self._find(view, optimizer, "was loaded into an optimizer that was replaced since")
+            return
+        saved, present = list(_saved_moments(own[1])), list(_moments(optimizer))
+        if saved and not present:
+            self._find(view, optimizer, f"had {len(saved)} moments, and it has none now")
+        elif saved and len(saved) == len(present) and saved[0].shape == present[0].shape:
+            before = view.sample(saved[0]).to(present[0].device, present[0].dtype)
+            view.read([before.ne(view.sample(present[0])).any()], self._judge, view, optimizer)
+
+    def _judge(self, numbers: list[float], view: TrainingView, optimizer: Any) -> None:
+        if numbers[0]:
+            self._find(view, optimizer, "has other values than it has now, before its first step")
+
+    def _find(self, view: TrainingView, optimizer: Any, problem: str) -> None:
+        self.find(
+            view,
+            type(optimizer).__name__,
+            f"The state that was loaded {problem}.",
+            "Make model, optimizer and schedulers first, then load their states.",
+        )
+
+
+class ScheduleRestarted(Check):
+    """The optimizer continues, but its learning rate schedule starts from the beginning.
+
+    Making a scheduler sets the learning rate to that of its first step. After resuming, its own
+    state has to be loaded, or it repeats the warm-up and ends too late.
+
+    Bug:
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        scheduler = CosineAnnealingLR(optimizer, T_max=steps)
+
+    Fix:
+        Save the scheduler's state with the checkpoint, and load it after the scheduler is made.
+
+    Ignore:
+        When a new schedule begins on purpose.
+    """
+
+    id = "schedule-restarted"
+    rule = 10
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._rates: dict[int, list[float]] = {}
+        self._loaded_schedulers: set[int] = set()
+        self._is_done = False
+
+    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
+        """Note the learning rates that were loaded."""
+        if isinstance(target, LRScheduler):
+            self._loaded_schedulers.add(id(target.optimizer))
+        elif isinstance(target, torch.optim.Optimizer) and not _is_empty(_saved_moments(state)):
+            groups = state["param_groups"]
+            if all(isinstance(group.get("lr"), float) for group in groups):
+                self._rates[id(target)] = [group["lr"] for group in groups]
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Compare the learning rates at the first step with those that were loaded."""
+        rates = self._rates.pop(id(optimizer), None)
+        if rates is None or id(optimizer) in self._loaded_schedulers:
+            return
+        groups = optimizer.param_groups
+        now = [group["lr"] for group in groups]
+        is_at_start = all(group.get("initial_lr") == group["lr"] for group in groups)
+        if is_at_start and now != rates and all("initial_lr" in group for group in groups):
+            self.find(
+                view,
+                f"learning rate of {type(optimizer).__name__}",
+                f"The state that was loaded has the learning rate {rates[0]:.3g}, but the first "
+                f"step uses {now[0]:.3g}, where the schedule begins.",
+                "Load the scheduler's state, too, after the scheduler was made.",
+            )
+
+
+def _find_states(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
+    """Yield the states in a file: key, kind, state."""
+    if not isinstance(value, Mapping) or depth > _MAX_DEPTH:
+        return
+    if {"state", "param_groups"} <= value.keys():
+        yield key, "optimizer", value
+    elif {"last_epoch", "_step_count"} <= value.keys():
+        yield key, "scheduler", value
+    elif "n_averaged" in value:
+        yield key, "average", value
+    elif value and all(isinstance(each, Tensor) for each in value.values()):
+        yield key, "average" if _is_average(key) else "weights", value
+    else:
+        for name, inner in value.items():
+            yield from _find_states(inner, str(name), depth + 1)
+
+
+def _is_average(key: str) -> bool:
+    return any(word in key.lower() for word in ("ema", "average", "shadow", "swa"))
+
+
+def _saved_moments(state: Any) -> Iterator[Tensor]:
+    for entry in state.get("state", {}).values():
+        if isinstance(entry, Mapping):
+            yield from (entry[name] for name in _MOMENTS if isinstance(entry.get(name), Tensor))
+
+
+def _moments(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            entry = getattr(optimizer, "state", {}).get(parameter, {})
+            yield from (entry[name] for name in _MOMENTS if isinstance(entry.get(name), Tensor))
+
+
+def _is_empty(tensors: Iterator[Tensor]) -> bool:
+    return next(tensors, None) is None
+
+
+def _is_same_optimizer(optimizer: Any, saved: Any) -> bool:
+    """Return whether the saved state is that of an optimizer with the same options."""
+    ignored = {"params", "lr", "initial_lr"}
+    groups = optimizer.param_groups
+    return len(groups) == len(saved["param_groups"]) and all(
+        len(group["params"]) == len(other["params"])
+        and {k: v for k, v in group.items() if k not in ignored}
+        == {k: v for k, v in other.items() if k not in ignored}
+        for group, other in zip(groups, saved["param_groups"], strict=True)
+    )
+
+
+def _shares_parameters(one: Any, two: Any) -> bool:
+    first, second = ({id(p) for g in o.param_groups for p in g["params"]} for o in (one, two))
+    return bool(first & second)
+
+
+RESTORE_CHECKS = (StateNotRestored, MomentsLost, ScheduleRestarted)
