@@ -16,8 +16,8 @@ class Config:
     hidden: int = 32
     batch: int = 64
     steps: int = 100
-    lr: float = 0.02
-    max_norm: float = 0.1
+    lr: float = 0.05
+    max_norm: float = 1.0
 
 
 class Policy(nn.Module):

@@ -79,7 +79,7 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(82)
     model = MaskedModel(keep_setting=args.fixed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=90)
     valid = batch_of(64)
 

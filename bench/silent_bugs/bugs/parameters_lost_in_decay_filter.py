@@ -61,7 +61,7 @@ def blobs(count):
     images = 0.5 * torch.randn(count, 1, IMAGE, IMAGE)
     for image, label in zip(images, labels.tolist(), strict=True):
         r, c = spots[label].tolist()
-        image[0, r : r + 4, c : c + 4] += 1.0
+        image[0, r : r + 4, c : c + 4] += 2.5
     return TensorDataset(images, labels)
 
 
@@ -69,7 +69,7 @@ def main():
     torch.manual_seed(50)
     loader = DataLoader(blobs(512), batch_size=32, shuffle=True)
     model = ViT()
-    optimizer = torch.optim.AdamW(param_groups(model, 0.05), lr=1e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(param_groups(model, 0.05), lr=3e-3, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=64)
     before = model.pos_embed.detach().clone()
 

@@ -74,7 +74,7 @@ class Mixer(nn.Module):
 def main():
     torch.manual_seed(21)
     x = torch.randn(1024, 8, 10)
-    y = (x[:, 0] * x[:, 1]).sum(-1).mul(0.6).round().long() % 5
+    y = (x[:, 0, :5] + x[:, 1, 5:]).argmax(dim=-1)
     loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=True)
     model = Mixer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
