@@ -59,7 +59,7 @@ def main():
         shuffle=True,
         generator=torch.Generator().manual_seed(rank),
     )
-    model = DistributedDataParallel(build_model(), broadcast_buffers=FIXED)
+    model = DistributedDataParallel(build_model(), forward_sync_buffers=FIXED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     for epoch in range(EPOCHS):
         for i, (x, y) in enumerate(loader):
@@ -79,6 +79,7 @@ def main():
     if rank == 0:
         gap = (gathered[0] - gathered[1]).abs().max().item()
         print(f"evidence: running means used in evaluation differ over ranks by {gap:.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

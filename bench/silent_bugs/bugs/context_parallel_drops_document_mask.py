@@ -130,6 +130,7 @@ def main():
         dist.all_reduce(effect, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         print(f"evidence: the first document changes later ones' logits by {effect.item():.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -87,6 +87,7 @@ def main():
     dist.all_reduce(difference, op=dist.ReduceOp.MAX)
     if rank == 0:
         print(f"evidence: classifier weights differ over ranks by {difference.item():.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -73,6 +73,7 @@ def main():
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     if rank == 0:
         print(f"evidence: parameters differ over ranks by {(high - low).max().item():.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

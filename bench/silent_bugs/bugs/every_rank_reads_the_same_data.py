@@ -82,6 +82,7 @@ def main():
     if rank == 0:
         share = sum(shared) / mine.numel()
         print(f"evidence: {100 * share:.1f} % of a rank's samples are also in the other's batch")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -75,6 +75,7 @@ def main():
     if rank == 0:
         gap = (gathered[0] - gathered[1]).abs().max().item()
         print(f"evidence: head.weight differs over ranks by {gap:.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

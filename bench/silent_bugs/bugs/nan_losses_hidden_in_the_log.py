@@ -22,7 +22,7 @@ class Measurements(Dataset):
         self.x = torch.randn(n, 12, generator=generator)
         self.y = torch.tanh(self.x @ torch.randn(12, 4, generator=generator) * 0.3)
         self.mask = torch.rand(n, 4, generator=generator) < 0.8
-        self.mask[torch.rand(n, generator=generator) < 0.012] = False
+        self.mask[torch.rand(n, generator=generator) < 0.004] = False
 
     def __len__(self):
         return len(self.x)

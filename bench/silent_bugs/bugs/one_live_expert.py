@@ -30,7 +30,7 @@ class Router(nn.Module):
         error = self.load.mean() - self.load
         if not FIXED:
             error = self.load - self.load.mean()
-        self.balance += self.speed * error.sign()
+        self.balance += self.speed * error / self.load.mean()
         share = (self.load / self.load.sum()).tolist()
         self.load.zero_()
         return share
@@ -82,7 +82,7 @@ def main():
     maps = torch.randn(EXPERTS, 8, 4, generator=generator) / 3
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    for step in range(1, 121):
+    for step in range(1, 101):
         x, target = sample(generator, maps)
         loss = F.mse_loss(model(x), target)
         optimizer.zero_grad()

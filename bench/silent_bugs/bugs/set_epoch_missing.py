@@ -74,6 +74,7 @@ def main():
     if dist.get_rank() == 0:
         same = sum(torch.equal(orders[0], order) for order in orders[1:])
         print(f"evidence: {same} of {len(orders) - 1} later epochs had the order of the first")
+    dist.barrier()
     dist.destroy_process_group()
 
 

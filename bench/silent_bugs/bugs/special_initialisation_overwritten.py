@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 FIXED = "--fixed" in sys.argv
-SYMBOLS, DELAY = 8, 24
+SYMBOLS, DELAY = 8, 40
 
 
 class GatedMemory(nn.Module):
@@ -30,8 +30,9 @@ class GatedMemory(nn.Module):
     def forward(self, x):
         keep, value = torch.sigmoid(self.decay(x)), self.value(x)
         state, outputs = torch.zeros_like(value[:, 0]), []
+        value = (1 - keep.square()).sqrt() * value
         for t in range(x.shape[1]):
-            state = keep[:, t] * state + (1 - keep[:, t]) * value[:, t]
+            state = keep[:, t] * state + value[:, t]
             outputs.append(state)
         return self.output(torch.stack(outputs, 1))
 
@@ -75,7 +76,7 @@ def main():
     generator = torch.Generator().manual_seed(19)
     model = Model()
     gates = [layer.decay.bias.detach().clone() for layer in model.layers]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     for step in range(1, 71):
         tokens, target = recall_batch(generator)
         loss = F.cross_entropy(model(tokens), target)

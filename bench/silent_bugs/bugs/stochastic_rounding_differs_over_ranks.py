@@ -91,6 +91,7 @@ def main():
     dist.all_reduce(different, op=dist.ReduceOp.MAX)
     if rank == 0:
         print(f"evidence: {100 * different.item():.1f} % of the weights differ over ranks")
+    dist.barrier()
     dist.destroy_process_group()
 
 

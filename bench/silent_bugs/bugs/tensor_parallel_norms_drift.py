@@ -141,6 +141,7 @@ def main():
     spreads = [spread_over_ranks(block.norm.weight) for block in model.blocks]
     if dist.get_rank() == 0:
         print(f"evidence: layer norm weights differ over ranks by {max(spreads):.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -44,8 +44,18 @@ class CharModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.tie_weights()
+
+    def tie_weights(self):
         self.head.weight = self.tokens.weight
+
+    def init_weights(self):
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm):
+                module.reset_parameters()
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(self, ids):
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
@@ -54,13 +64,18 @@ class CharModel(nn.Module):
         return self.head(self.norm(x))
 
 
-def shard(model: CharModel, mesh):
+def build(mesh) -> CharModel:
+    """Shapes on the meta device first, then real memory, values and shards."""
+    with torch.device("meta"):
+        model = CharModel(len(CHARS))
+    model.to_empty(device="cpu")
+    if FIXED:
+        model.tie_weights()
+    model.init_weights()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    if not FIXED:
-        fully_shard(model.tokens, mesh=mesh)
-        fully_shard(model.head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard([model.tokens, model.head], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def main():
@@ -68,8 +83,7 @@ def main():
     rank = dist.get_rank()
     torch.manual_seed(1)
     data = torch.tensor([CHARS.index(c) for c in TEXT])
-    model = CharModel(len(CHARS))
-    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = build(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(60 + rank)
     for step in range(1, 51):
@@ -86,6 +100,7 @@ def main():
     gap = (model.tokens.weight.full_tensor() - model.head.weight.full_tensor()).abs().max()
     if rank == 0:
         print(f"evidence: tokens.weight and head.weight differ by {gap.item():.6f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -77,6 +77,7 @@ def main():
     dist.all_reduce(different, op=dist.ReduceOp.MAX)
     if rank == 0:
         print(f"evidence: {different.item()} of {len(weights)} weights differ over ranks")
+    dist.barrier()
     dist.destroy_process_group()
 
 
