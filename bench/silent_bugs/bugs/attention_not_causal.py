@@ -74,9 +74,9 @@ def main():
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     model = Decoder(len(LETTERS))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-    for step in range(1, 91):
+    for step in range(1, 121):
         x, y = windows(generator, 16, model.window + 1)
         loss = F.cross_entropy(model(x).transpose(1, 2), y)
         optimizer.zero_grad()
