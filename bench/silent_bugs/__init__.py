@@ -1,0 +1,1 @@
+"""A corpus of silent training bugs with fixed twins, and of runs that are unusual but right."""
