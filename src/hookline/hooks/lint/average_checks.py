@@ -39,14 +39,18 @@ class _Average:
         """Names, averages and parameters; an update may put new tensors into the holder."""
         tensors = self.holder
         if isinstance(tensors, nn.Module):
-            tensors = dict(unwrap_module(getattr(tensors, "module", tensors)).named_parameters())
+            tensors = _parameters_of(tensors)
         elif not isinstance(tensors, Mapping):
             tensors = dict(zip(self.parameters, tensors, strict=False))
-        return [
-            (name, tensors[name], parameter)
-            for name, parameter in list(self.parameters.items())[:_MAX_PAIRS]
-            if _follows(tensors.get(name), parameter)
-        ]
+        found: list[tuple[str, Tensor, Tensor]] = []
+        for name, parameter in self.parameters.items():
+            # The average may be that of a part of the model, or of one of several models.
+            key = next(
+                (k for k in tensors if isinstance(k, str) and f".{name}".endswith(f".{k}")), None
+            )
+            if key is not None and _follows(tensors[key], parameter):
+                found.append((name, tensors[key], parameter))
+        return found[:_MAX_PAIRS]
 
 
 class _AverageCheck(Check):
@@ -58,7 +62,7 @@ class _AverageCheck(Check):
 
     def _find_averages(self, view: TrainingView) -> list[_Average]:
         if self._averages is None and view.steps_seen >= _SEARCHED_STEP:
-            self._averages = _search(view)
+            self._averages = search_averages(view)
             if not self._averages:
                 self.left_out = "no average of the weights was found"
         return self._averages or []
@@ -128,6 +132,76 @@ class AverageMovesAway(_AverageCheck):
         )
 
 
+class AverageRestarts(_AverageCheck):
+    """An average was restored, but its first update throws it away.
+
+    Many averages follow the weights closely at first, by a counter of updates. Where the counter
+    is not saved, the first update after resuming replaces what was averaged.
+
+    Bug:
+        decay = 0.999 * (1 - math.exp(-self.updates / 2000))  # `updates` is in no state_dict
+
+    Fix:
+        Save the counter with the average, as a buffer.
+
+    Ignore:
+        When the average is meant to start again.
+    """
+
+    id = "average-restarts-after-loading"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._has_loaded = False
+        self._start: list[tuple[_Average, Tensor]] = []
+
+    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
+        """Notice that a run is resumed."""
+        is_optimizer = isinstance(target, torch.optim.Optimizer)
+        self._has_loaded = self._has_loaded or (is_optimizer and bool(state.get("state")))
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Sample the averages before their first update."""
+        if view.steps_seen == 1 and self._has_loaded and not self._start:
+            for average in search_averages(view):
+                values = _sample(view, [tensor for _, tensor, _ in average.pairs])
+                self._start.append((average, values))
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Measure how far the first update went."""
+        if view.steps_seen != 2:
+            return
+        for average, before in self._start:
+            now = _sample(view, [tensor for _, tensor, _ in average.pairs])
+            weights = average.weights
+            if weights is None:
+                continue
+            moved, way = now - before, weights - before
+            read = [(moved * way).sum(), way.square().sum(), moved.square().sum()]
+            view.read(read, self._judge, view, average)
+        self._start = []
+
+    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Sample the weights that the first update uses."""
+        if view.steps_seen == 1:
+            for average, _ in self._start:
+                average.weights = _sample(view, [p for _, _, p in average.pairs])
+
+    def _judge(self, numbers: list[float], view: TrainingView, average: _Average) -> None:
+        product, square, moved = numbers
+        if not square or product * product < 0.98 * square * moved:
+            return
+        part = product / square
+        if 0.2 < part < 0.99999:  # 1 is a copy on purpose
+            self.find(
+                view,
+                average.name,
+                f"The first update after a state was loaded moved the average {part:.3g} of the "
+                "way to the weights: what was averaged before is lost.",
+                "Save and load the average's counter of updates with it.",
+            )
+
+
 class AverageIsAlias(_AverageCheck):
     """An average has the same memory as the weights, so it is always equal to them.
 
@@ -162,7 +236,7 @@ def _sample(view: TrainingView, tensors: list[Tensor]) -> Tensor:
     return torch.cat([view.sample(tensor).double() for tensor in tensors])
 
 
-def _search(view: TrainingView) -> list[_Average]:
+def search_averages(view: TrainingView) -> list[_Average]:
     """Return the averages of the model's weights that the loop's own code has.
 
     They are found by their class, or by the name of a variable, an attribute or a class, in the
@@ -189,7 +263,7 @@ def _look_at(
     seen.add(id(value))
     is_named = _is_average_name(name) or _is_average_name(type(value).__name__)
     if isinstance(value, nn.Module | Mapping | list | tuple):
-        is_average = is_named or isinstance(value, AveragedModel)
+        is_average = is_named or isinstance(value, AveragedModel) or _is_frozen(value)
         kind = f"{type(value).__name__} " if isinstance(value, nn.Module) else ""
         average = _Average(f"{kind}'{name}'", value, parameters)
         return [average] if is_average and average.pairs else []
@@ -202,6 +276,15 @@ def _look_at(
         for key, inner in list(attributes.items())
         for each in _look_at(f"{owner}{key}", inner, parameters, seen, depth - 1)
     ]
+
+
+def _parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    inner = getattr(module, "module", module)
+    return dict(unwrap_module(inner if isinstance(inner, nn.Module) else module).named_parameters())
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nn.Module) and not any(p.requires_grad for p in value.parameters())
 
 
 def _follows(tensor: Any, parameter: Tensor) -> bool:
@@ -217,4 +300,4 @@ def _is_average_name(name: str) -> bool:
     return any(word in name.lower() for word in _NAMES)
 
 
-AVERAGE_CHECKS = (AverageMovesAway, AverageIsAlias)
+AVERAGE_CHECKS = (AverageMovesAway, AverageRestarts, AverageIsAlias)

@@ -141,27 +141,25 @@ class OrderReplayed(_LoaderCheck):
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
-        self._first: dict[int, list[Any]] = {}  # the first order, by dataset
-        self._restored: set[int] = set()  # datasets that were in use when a state was loaded
+        self._has_loaded = False
 
     def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Notice that training is resumed within this process."""
-        if isinstance(target, torch.optim.Optimizer) and state.get("state"):
-            self._restored = set(self._first)
+        """Notice that training is resumed."""
+        is_optimizer = isinstance(target, torch.optim.Optimizer)
+        self._has_loaded = self._has_loaded or (is_optimizer and bool(state.get("state")))
 
     def on_step_end(self, view: TrainingView) -> None:
-        """Compare the first order of a new loader with that of the first one."""
+        """Compare the first order of a loader with that of an earlier run of this process."""
+        if view.steps_seen > 10 * _KEPT_BATCHES:
+            return
         for loader, epochs in list(self._epochs.items()):
-            trained = [epoch for epoch in epochs if epoch.trained]
-            if not trained or not _shuffles(loader):
+            order = next((epoch.order for epoch in epochs if epoch.trained), [])
+            if len(epochs) > 1 or len(order) < 2 or not _shuffles(loader):
                 continue
-            order, dataset = trained[0].order, id(loader.dataset)
-            if len(order) < 2 or sum(map(len, order)) < _MIN_SAMPLES:
-                continue
-            first = self._first.setdefault(dataset, list(order))
-            is_new = dataset in self._restored and len(epochs) == 1
-            if is_new and order == first[: len(order)] and len(order) == _KEPT_BATCHES:
-                self._restored.discard(dataset)
+            key = (type(loader.dataset).__qualname__, len(loader.dataset))
+            if not self._has_loaded:
+                _first_orders[key] = order
+            elif sum(map(len, order)) >= _MIN_SAMPLES and _begins_with(key, order):
                 self.find(
                     view,
                     f"{_describe(loader)} ({type(_sampler(loader)).__name__})",
@@ -170,6 +168,14 @@ class OrderReplayed(_LoaderCheck):
                     "Save and restore the state of the loader's generator with the checkpoint, or "
                     "seed it with seed + epoch.",
                 )
+
+
+_first_orders: dict[tuple[str, int], list[Any]] = {}
+"""The first batches of runs that began without a saved state, by class and length of the dataset."""
+
+
+def _begins_with(key: tuple[str, int], order: list[Any]) -> bool:
+    return _first_orders.get(key, [])[: len(order)] == order
 
 
 class IteratorMadeAnew(_LoaderCheck):

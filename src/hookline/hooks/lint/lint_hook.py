@@ -15,7 +15,7 @@ from hookline.hooks.debugging.repeated_forward import CannotRepeatError, ModelCa
 from hookline.hooks.lint.catalogue import CHECKS
 from hookline.hooks.lint.finding import POINTS, Check, Finding
 from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.torch_watch import LossCall, TorchWatch, early_watch
+from hookline.hooks.lint.torch_watch import LossCall, TorchWatch
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.loop.loop import loop_of, processes_of
 from hookline.options import BuiltIn
@@ -92,9 +92,7 @@ class Lint(BuiltIn):
                 check.left_out = "active checks are switched off"
         self._points = {point: [c for c in self._checks if hasattr(c, point)] for point in POINTS}
         self._tell("on_train_start")
-        watch = early_watch if early_watch.is_attached else self._watch
-        self._watch = watch
-        watch.start(self._tell, sees_losses=not view.is_compiled)
+        self._watch.start(self._tell, sees_losses=not view.is_compiled)
         self._hook_modules()
 
     def on_train_end(self, trainer: Any) -> None:

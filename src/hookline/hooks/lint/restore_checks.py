@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from hookline.hooks.lint.average_checks import search_averages
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.training_view import TrainingView
 
@@ -81,8 +82,24 @@ class StateNotRestored(Check):
             elif kind == "scheduler" and "optimizer" in kinds:
                 self._find(view, "the learning rate scheduler", name, "the schedule starts anew")
             elif kind == "average" and "optimizer" in kinds:
-                self._find(view, "the averaged model", name, "the average starts anew")
+                self._compare_average(view, name, part)
         self._parts = {}  # which may be large
+
+    def _compare_average(self, view: TrainingView, key: str, saved: Any) -> None:
+        """Compare the averages of the loop with the saved one: it may be loaded in any way."""
+        saved = saved.get("module", saved)
+        for average in search_averages(view):
+            pairs = [(a, saved[n]) for n, a, _ in average.pairs if isinstance(saved.get(n), Tensor)]
+            if pairs and pairs[0][0].shape == pairs[0][1].shape:
+                one, two = view.sample(pairs[0][0]), view.sample(pairs[0][1])
+                differs = one.ne(two.to(one.device, one.dtype)).any()
+                view.read([differs], self._judge_average, view, average.name, key)
+
+    def _judge_average(
+        self, numbers: list[float], view: TrainingView, average: str, key: str
+    ) -> None:
+        if numbers[0]:
+            self._find(view, average, key, "the average starts anew")
 
     def _find(self, view: TrainingView, subject: str, key: str, effect: str) -> None:
         self.find(

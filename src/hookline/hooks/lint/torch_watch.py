@@ -7,6 +7,7 @@ fraction of a microsecond where nobody looks.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +28,8 @@ LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
 )
-_BEFORE_TRAINING = frozenset(
-    {
-        *("on_loader_start", "on_batch_loaded", "on_optimizer_made"),
-        *("on_state_loaded", "on_file_loaded"),
-    }
-)
-_MAX_EARLY = 100
+_BEFORE_TRAINING = ("on_optimizer_made", "on_state_loaded", "on_file_loaded")
+_MAX_KEPT = 16  # of what happens before training
 _MAX_FILE = 2 << 30  # bytes of tensors in a file
 _task_id = torch._C._current_graph_task_id
 
@@ -83,7 +79,8 @@ class TorchWatch:
     def __init__(self) -> None:
         self.notice: Callable[..., None] = self._keep
         self.sees_losses = False
-        self._early: list[tuple[str, tuple[Any, ...]]] = []
+        self._loaders: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
+        self._states: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
         self._handles: list[RemovableHandle] = []
         self._hooked: list[nn.Module] = []
         self.is_paused = False  # while active checks call the model
@@ -103,9 +100,9 @@ class TorchWatch:
         torch_patch.remove(self)
         self.sees_losses = sees_losses
         torch_patch.add(self)
-        early, self._early = self._early, []
+        own, recorded = self._take(), recorder._take()
         self.notice = notice
-        for point, args in early:
+        for point, args in recorded if recorder.is_attached else own:
             notice(point, *args)
 
     @property
@@ -114,16 +111,24 @@ class TorchWatch:
         return any(watch is self for watch in torch_patch)
 
     def _keep(self, point: str, *args: Any) -> None:
-        if point in _BEFORE_TRAINING and len(self._early) < _MAX_EARLY:
-            if point == "on_batch_loaded":
-                args = (replace(args[0], batch=None),)
-            self._early.append((point, args))
+        if point == "on_batch_loaded":
+            self._loaders.append((point, (replace(args[0], batch=None),)))
+        elif point == "on_loader_start":
+            self._loaders.append((point, args))
+        elif point in _BEFORE_TRAINING:
+            self._states.append((point, args))
+
+    def _take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        taken = [*self._states, *self._loaders]
+        self._states.clear()
+        self._loaders.clear()
+        return taken
 
     def detach(self) -> None:
         """Put the functions back."""
         torch_patch.remove(self)
         self.leave_modules()
-        self._early.clear()
+        self._take()
         self.notice = self._keep
 
     def __deepcopy__(self, memo: Any) -> TorchWatch:
@@ -267,15 +272,13 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
         (DataLoader, "__iter__"),
         *((_BaseDataLoaderIter, name) for name in ("_next_index", "__next__")),
         *(
-            (each, "step")
+            (each, name)
             for each in schedulers
-            if issubclass(each, lr_scheduler.LRScheduler) and "step" in vars(each)
+            for name in ("step", "load_state_dict")
+            if issubclass(each, lr_scheduler.LRScheduler) and name in vars(each)
         ),
         (torch.optim.Optimizer, "__init__"),
-        *(
-            (each, "load_state_dict")
-            for each in (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler)
-        ),
+        *((each, "load_state_dict") for each in (nn.Module, torch.optim.Optimizer)),
         (torch, "load"),
         (torch.autograd, "_engine_run_backward"),
     ]
@@ -283,5 +286,5 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
 
 torch_patch: SharedPatch[TorchWatch] = SharedPatch(_targets, _replace)
 
-early_watch = TorchWatch()
-"""Attached by `hookline run` and `hookline lint` before a script makes its loop."""
+recorder = TorchWatch()
+"""Attached by `hookline run` and `hookline lint` before a script makes its loops."""

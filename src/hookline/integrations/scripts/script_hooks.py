@@ -53,9 +53,9 @@ def listen_to_script() -> ScriptHooks:
         stopped_code=settings.stopped_code,
     )
     if any(isinstance(each, Mapping) and each.get("name") == "lint" for each in settings.hooks):
-        from hookline.hooks.lint.torch_watch import early_watch
+        from hookline.hooks.lint.torch_watch import recorder
 
-        early_watch.attach()
+        recorder.attach()
     hooks.report_at_exit()
     return hooks
 
