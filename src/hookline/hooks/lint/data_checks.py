@@ -171,7 +171,7 @@ class OrderReplayed(_LoaderCheck):
 
 
 _first_orders: dict[tuple[str, int], list[Any]] = {}
-"""The first batches of runs that began without a saved state, by class and length of the dataset."""
+"""The first batches of runs without a loaded state, by class and length of the dataset."""
 
 
 def _begins_with(key: tuple[str, int], order: list[Any]) -> bool:
