@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
+from hookline.loop.clip_watch import ClipCall, clip_patch
 from hookline.loop.model_watch import ModelCallback
 from hookline.loop.patches import SharedPatch
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
@@ -84,10 +85,12 @@ class TorchWatch:
     def attach(self) -> None:
         """Replace the functions."""
         torch_patch.add(self)
+        clip_patch.add(self)
 
     def detach(self) -> None:
         """Put the functions back."""
         torch_patch.remove(self)
+        clip_patch.remove(self)
         self.leave_modules()
 
     def hook_modules(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
@@ -111,6 +114,14 @@ class TorchWatch:
             has_gradients = torch.is_grad_enabled()
             call = ModuleCall(names[module], module, args, kwargs, output, has_gradients)
             self._tell("on_module_call", call)
+
+    def before_clip(self, call: ClipCall) -> None:
+        """Gradients are about to be clipped."""
+
+    def after_clip(self, call: ClipCall) -> None:
+        """Tell that gradients were clipped; a norm alone clips nothing."""
+        if call.function != "get_total_norm":
+            self._tell("on_clip_call", call)
 
     def _tell(self, point: str, *args: Any) -> None:
         if not self.is_paused:
@@ -190,6 +201,11 @@ def _scheduler_stepped(name: str, result: Any, args: Any, kwargs: Any) -> None:
     _tell("on_scheduler_step", args[0])
 
 
+def _loss_scaled(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    if args[0].is_enabled():
+        _tell("on_loss_scaled", args[0])
+
+
 def _optimizer_made(name: str, result: Any, args: Any, kwargs: Any) -> None:
     _tell("on_optimizer_made", args[0])
 
@@ -209,6 +225,7 @@ _AFTER: dict[str, Callable[[str, Any, Any, Any], None]] = {
     "_next_index": _index_drawn,
     "__next__": _batch_loaded,
     "step": _scheduler_stepped,
+    "scale": _loss_scaled,
     "__init__": _optimizer_made,
     "load_state_dict": _state_loaded,
     "load": _file_loaded,
@@ -227,6 +244,7 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
             for each in schedulers
             if issubclass(each, lr_scheduler.LRScheduler) and "step" in vars(each)
         ),
+        (torch.amp.GradScaler, "scale"),
         (torch.optim.Optimizer, "__init__"),
         *(
             (each, "load_state_dict")

@@ -26,7 +26,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 
 from hookline.context import LazyFloat
 from hookline.integrations.bare_loop.backward_watch import backward_patch
-from hookline.integrations.bare_loop.clip_watch import ClipCall, clip_patch
 from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
     LoopChecks,
@@ -41,6 +40,7 @@ from hookline.integrations.bare_loop.optimizer_watch import (
 from hookline.integrations.bare_loop.scaler_watch import scaler_patch
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
 from hookline.integrations.bare_loop.step_rule import StepRule
+from hookline.loop.clip_watch import ClipCall, clip_patch
 from hookline.loop.event_context import (
     Versions,
     gradient_versions,
