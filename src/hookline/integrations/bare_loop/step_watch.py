@@ -401,7 +401,8 @@ class StepWatch:
                 self._has_more.add(i)
                 continue
             is_clipped = bool(before[i]) and self._clipped.get(i) == before[i]
-            if is_clipped and takes_part and not self._closure_evaluated:
+            is_clipped = is_clipped and takes_part and not self._closure_evaluated
+            if is_clipped and self._needs_clipped_gradients():
                 self.checks.report("backward after clip")
             self._new_gradients(i)
 
@@ -516,12 +517,17 @@ class StepWatch:
         if has_stepped or (self.backwards_seen and not self.has_new_gradients):
             return False
         if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
-            if function != "get_total_norm":
+            if function != "get_total_norm" and self._needs_clipped_gradients():
                 self.checks.report("scaled clip", function=function)
             return False
         self._session.begin()
         self._gradients_ready(i)
         return True
+
+    def _needs_clipped_gradients(self) -> bool:
+        """Return whether a hook depends on gradients that are clipped in the usual order."""
+        events = ("on_gradients_ready", "on_gradient_clip", "update")
+        return self.needs.grad_norm or any(self.hooks.listeners(e, needed=True) for e in events)
 
     def _norm_is_wanted(self) -> bool:
         """Return whether a hook asks for the norm; one of any rank, if gradients are sharded."""
