@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from hookline.tensors.sharded import is_sharded
 EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """The optimizers whose updates are computed; a subclass may do anything."""
 
-MAX_LOOKED_AT = 40  # parameters in a step; others have their turn in the next ones
+MAX_LOOKED_AT = 16  # parameters in a step; others have their turn in the next ones
 
 
 @dataclass(eq=False)
@@ -31,8 +32,13 @@ class SampledUpdate:
     version: int  # of the gradient
 
 
-def trained_parameters(view: TrainingView, optimizer: Any) -> list[tuple[str, Tensor, Any]]:
-    """Return some of the optimizer's parameters with a dense gradient, with name and group."""
+def trained_parameters(
+    view: TrainingView, optimizer: Any, again: Container[str] = ()
+) -> list[tuple[str, Tensor, Any]]:
+    """Return some of the optimizer's parameters with a dense gradient, with name and group.
+
+    Those whose names are in `again` are among them.
+    """
     found = []
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):
@@ -41,10 +47,9 @@ def trained_parameters(view: TrainingView, optimizer: Any) -> list[tuple[str, Te
                 found.append((f"parameter {j} of group {i}", parameter, group))
     stride = -(-len(found) // MAX_LOOKED_AT) or 1
     names = {id(place.tensor): place.name for place in view.parameters}
-    return [
-        (names.get(id(parameter), name), parameter, group)
-        for name, parameter, group in found[view.steps_seen % stride :: stride]
-    ]
+    named = [(names.get(id(p), name), p, group) for name, p, group in found]
+    turn = view.steps_seen % stride
+    return [row for i, row in enumerate(named) if i % stride == turn or row[0] in again]
 
 
 def is_computable(optimizer: Any) -> bool:
@@ -64,11 +69,14 @@ def is_computable(optimizer: Any) -> bool:
 
 @torch.no_grad()
 def sample_updates(
-    view: TrainingView, optimizer: Any, dtypes: tuple[torch.dtype, ...]
+    view: TrainingView,
+    optimizer: Any,
+    dtypes: tuple[torch.dtype, ...],
+    again: Container[str] = (),
 ) -> list[SampledUpdate]:
     """Return the expected updates of some parameters; called right before the step."""
     updates = []
-    for name, parameter, group in trained_parameters(view, optimizer):
+    for name, parameter, group in trained_parameters(view, optimizer, again):
         gradient, state = parameter.grad, optimizer.state.get(parameter, {})
         if parameter.dtype not in dtypes or gradient is None or gradient.is_complex():
             continue

@@ -27,7 +27,8 @@ from hookline.tensors.nested import tensors_in
 
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
-_MAX_UNTRAINED = 3.0  # elements that no optimizer has, per element that one has
+_FEW_UNTRAINED = 0.5  # elements that no optimizer has, per element that one has
+_MAX_UNTRAINED = 3.0  # the same, where parameters of the same kind are trained
 _TOLERANCE = 0.05  # of an update
 _ROUNDED_AWAY = 0.9  # of all elements
 _IN_A_ROW = 3
@@ -84,7 +85,7 @@ class ParameterNotInOptimizer(Check):
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Note the gradients."""
-        if view.is_due and _has_gradientless_strangers(view, optimizer):
+        if self._first and _gradientless_strangers(view, optimizer):
             self._first.clear()  # `optimizer-has-foreign-parameters` finds these
         for key, (_, parameter, _, _) in self._first.items() if view.is_due else ():
             if parameter.grad is not None:
@@ -95,6 +96,8 @@ class ParameterNotInOptimizer(Check):
         gradients, self._gradients = self._gradients, {}
         if view.steps_seen > FIRST_STEPS:
             self._first.clear()
+        if not self._first:
+            return
         held = view.optimized()
         for key in [key for key in self._first if key in held]:
             del self._first[key]
@@ -116,14 +119,13 @@ class ParameterNotInOptimizer(Check):
         stuck = [(each, gradient) for each, same, gradient in rows if same and gradient > 0]
         if not stuck or _is_held_by_unseen([p for (_, p), _ in stuck], view.optimizers):
             return
-        missing = sum(parameter.numel() for (_, parameter), _ in stuck)
         held = view.optimized()
-        reached = [
-            e.tensor for e in view.parameters if id(e.tensor) in held and e.tensor.requires_grad
-        ]
-        trained = sum(parameter.numel() for parameter in reached)
-        if any(p.grad is not None for p in reached) and missing > _MAX_UNTRAINED * trained:
-            return  # adapters, prompts or biases are trained, and nothing else
+        trained = [e for e in view.parameters if id(e.tensor) in held and e.tensor.requires_grad]
+        if any(each.tensor.grad is not None for each in trained):
+            stuck = _without_adapted(view, stuck, trained)
+        if not stuck:
+            return
+        missing = sum(parameter.numel() for (_, parameter), _ in stuck)
         names = [name for (name, _), _ in stuck]
         self.find(
             view,
@@ -135,6 +137,22 @@ class ParameterNotInOptimizer(Check):
             "optimizer is made after the model is complete. If they are to stay as they are, call "
             "requires_grad_(False).",
         )
+
+
+def _without_adapted(view: TrainingView, stuck: list[Any], trained: list[ParameterPlace]) -> Any:
+    """Return the untrained parameters without those beside which adapters or biases are trained.
+
+    These are many, compared with the trained ones, and no others of their kind are trained.
+    """
+    size = sum(each.tensor.numel() for each in trained)
+    if sum(parameter.numel() for (_, parameter), _ in stuck) <= _FEW_UNTRAINED * size:
+        return stuck
+    kinds = {(type(each.module), each.attribute) for each in trained}
+    own = {id(each.tensor): (type(each.module), each.attribute) for each in view.parameters}
+    listed = [row for row in stuck if id(row[0][1]) not in own]  # modules in plain lists
+    alike = [row for row in stuck if own.get(id(row[0][1])) in kinds]
+    is_few = sum(parameter.numel() for (_, parameter), _ in alike) <= _MAX_UNTRAINED * size
+    return [*listed, *alike] if is_few else listed
 
 
 class OptimizerHasForeignParameters(Check):
@@ -294,8 +312,10 @@ class UpdateDiffersFromOptimizer(Check):
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Compute the updates."""
-        is_looked_at = view.is_due and is_computable(optimizer)
-        self._updates = sample_updates(view, optimizer, _WIDE) if is_looked_at else []
+        self._updates = []
+        if view.is_due and is_computable(optimizer):
+            again = self._before.get(id(optimizer), set())
+            self._updates = sample_updates(view, optimizer, _WIDE, again)
 
     def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Compare them with the changes."""
@@ -319,7 +339,8 @@ class UpdateDiffersFromOptimizer(Check):
         }
         previous = self._before.get(id(optimizer), set())
         self._before[id(optimizer)] = set(wrong)
-        if not wrong or not previous:
+        wrong = {name: row for name, row in wrong.items() if name in previous}
+        if not wrong:
             return
         name, (count, differing, actual, expected) = next(iter(wrong.items()))
         self.find(
@@ -454,7 +475,8 @@ class ParameterDoesNotChange(Check):
         self._before = []
         if not view.is_due or type(optimizer) in EXACT:
             return
-        for name, parameter, group in trained_parameters(view, optimizer):
+        stuck = {name for name, count in self._stuck.items() if count}
+        for name, parameter, group in trained_parameters(view, optimizer, stuck):
             lr = group.get("lr", 0.0)
             if (
                 parameter.dtype in _WIDE
@@ -593,6 +615,8 @@ class ParameterWithoutGradient(Check):
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Look for modules without gradients whose outputs went into modules with gradients."""
         flows, self._flows, self._cut = self._flows, [], {}
+        if not flows and not self._in_a_row:
+            return
         own = {id(p) for p in _parameters_of(optimizer) if p.requires_grad}
         cut = {
             source: target
@@ -832,10 +856,6 @@ def _gradientless_strangers(view: TrainingView, optimizer: Any) -> list[Tensor]:
     own = {id(place.tensor) for place in view.parameters}
     strangers = [each for each in _parameters_of(optimizer) if id(each) not in own]
     return [] if any(each.grad is not None for each in strangers) else strangers
-
-
-def _has_gradientless_strangers(view: TrainingView, optimizer: Any) -> bool:
-    return bool(_gradientless_strangers(view, optimizer))
 
 
 def _is_held_by_unseen(parameters: Iterable[Tensor], seen: list[Any]) -> bool:
