@@ -10,6 +10,7 @@ import pytest
 import torch
 from lint_loops import batch, ids, layers, lint, loss_of
 from loops import batches, make_trainer
+from rank_checks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -394,3 +395,7 @@ def test_lbfgs_with_a_closure_is_no_finding() -> None:
         optimizer.step(closure)
 
     assert lint(model, optimizer, step_fn=step) == []
+
+
+def test_clipping_by_the_norm_of_a_shard_is_found_on_two_ranks() -> None:
+    assert run_ranks("lint_ranks.py").count("fine") == 2

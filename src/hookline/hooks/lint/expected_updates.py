@@ -109,7 +109,8 @@ def _sgd(group: Any, p: Tensor, gradient: Tensor, state: Any, is_decoupled: bool
         old = state.get("momentum_buffer")
         buffer = change if old is None else momentum * old + (1 - group["dampening"]) * change
         change = change + momentum * buffer if group["nesterov"] else buffer
-    return group["lr"] * change
+    update: Tensor = group["lr"] * change
+    return update
 
 
 def _adam(group: Any, p: Tensor, gradient: Tensor, state: Any, is_decoupled: bool) -> Tensor:
@@ -125,5 +126,5 @@ def _adam(group: Any, p: Tensor, gradient: Tensor, state: Any, is_decoupled: boo
     correction1, correction2 = 1 - beta1**step, 1 - beta2**step
     if group["amsgrad"]:
         second = torch.maximum(state.get("max_exp_avg_sq", zeros), second)
-    change = lr * (first / correction1) / ((second / correction2).sqrt() + group["eps"])
+    change: Tensor = lr * (first / correction1) / ((second / correction2).sqrt() + group["eps"])
     return change + lr * decay * p if is_decoupled else change

@@ -413,7 +413,7 @@ class SchedulerStepsTooOften(Check):
         if "accelerate" in sys.modules and view.ranks > 1 and count == view.ranks:
             # Accelerate steps it once per process: it should count the batches of all of them.
             return not (length and self._batches) or length % (self._batches * count) == 0
-        return bool(length and self._batches) and length % self._batches == 0
+        return bool(length and self._batches and length % self._batches == 0)
 
     def _report_count(self, view: TrainingView, name: str, count: int) -> None:
         self.find(

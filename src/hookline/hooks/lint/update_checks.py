@@ -762,7 +762,7 @@ class OptimizerMadeAnew(Check):
         self._last[id(first)] = weakref.ref(optimizer), view.steps_seen, count
         if 0 < count <= _IN_A_ROW:  # its steps may be no events: the loop has another optimizer
             note = functools.partial(_keep_sample, self._values, view)
-            note.__module__ = __name__  # type: ignore[attr-defined]
+            note.__module__ = __name__
             optimizer.register_step_post_hook(note)
         values = self._values.get(id(first))
         if count >= _IN_A_ROW and values is not None:
