@@ -161,6 +161,15 @@ def test_a_layer_that_was_replaced_is_found() -> None:
     assert findings[0].step == 2
 
 
+def test_a_layer_that_was_replaced_by_one_of_another_shape_is_found() -> None:
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model.last = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4, bias=False))  # type: ignore[assignment]
+    (finding,) = lint(model, optimizer)
+    assert finding.check == "parameter-not-in-optimizer"
+    assert "last.0.weight" in finding.subject
+
+
 def test_another_model_in_the_same_optimizer_is_no_finding() -> None:
     model, other = layers(), layers(1)
     optimizer = SGD([*model.parameters(), *other.parameters()], lr=0.1)
@@ -401,28 +410,32 @@ class Cut(Layers):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
+        if how == "unused":
+            self.unused = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "checkpoint":
             return self.last(checkpoint(self.body, x, use_reentrant=True))
         if self.how == "no_grad":
             with torch.no_grad():
-                h = self.first(x)
+                h = torch.relu(self.first(x))
         elif self.how == "data":
             h = self.first(x).data
         elif self.how == "detach":
-            h = self.first(x).detach()
+            h = torch.relu(self.first(x).detach())
+        elif self.how == "list":
+            h = torch.tensor(self.first(x).tolist())
         else:
             h = self.first(x)
         if self.how == "unused":
-            h = x.repeat(1, 2)
+            self.unused(x)
         return self.last(torch.relu(self.middle(h)))
 
     def body(self, x: Tensor) -> Tensor:
         return self.middle(torch.relu(self.first(x)))
 
 
-@pytest.mark.parametrize("how", ["no_grad", "data", "detach"])
+@pytest.mark.parametrize("how", ["no_grad", "data", "detach", "list"])
 def test_a_cut_graph_is_found(how: str) -> None:
     model = Cut(how)
     findings = lint(model, SGD(model.parameters(), lr=0.1))
@@ -436,16 +449,27 @@ def test_reentrant_checkpointing_without_gradients_is_found() -> None:
     model = Cut("checkpoint")
     findings = lint(model, SGD(model.parameters(), lr=0.1))
     assert ids(findings) == ["parameter-without-gradient"]
-    assert findings[0].subject == "middle"
+    assert findings[0].subject == "middle, first"
 
 
-def test_unused_and_frozen_modules_are_no_finding() -> None:
+def test_unused_frozen_and_averaged_modules_are_no_finding() -> None:
     unused, plain = Cut("unused"), Cut("")
     assert lint(unused, SGD(unused.parameters(), lr=0.1)) == []
     assert lint(plain, SGD(plain.parameters(), lr=0.1)) == []
     frozen = Cut("no_grad")
     frozen.first.requires_grad_(False)
     assert lint(frozen, SGD(frozen.parameters(), lr=0.1)) == []
+    averaged = Cut("no_grad")
+    optimizer = SGD(averaged.parameters(), lr=0.1)
+
+    def step(i: int) -> None:
+        optimizer.zero_grad()
+        loss_of(averaged, i).backward()
+        optimizer.step()
+        with torch.no_grad():
+            averaged.first.weight.mul_(0.99)
+
+    assert lint(averaged, optimizer, step_fn=step) == []
 
 
 def test_a_gan_with_detached_samples_is_no_finding() -> None:

@@ -6,11 +6,10 @@ import functools
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hookline.hooks.lint.expected_updates import (
     EXACT,
@@ -32,6 +31,7 @@ _MAX_UNTRAINED = 3.0  # the same, where parameters of the same kind are trained
 _TOLERANCE = 0.05  # of an update
 _ROUNDED_AWAY = 0.9  # of all elements
 _IN_A_ROW = 3
+_MAX_CALLS = 2000
 
 
 class ParameterNotInOptimizer(Check):
@@ -85,8 +85,10 @@ class ParameterNotInOptimizer(Check):
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Note the gradients."""
-        if self._first and _gradientless_strangers(view, optimizer):
-            self._first.clear()  # `optimizer-has-foreign-parameters` finds these
+        if self._first:  # `optimizer-has-foreign-parameters` finds those with the same shape
+            shapes = {each.shape for each in _gradientless_strangers(view, optimizer)}
+            kept = {key: row for key, row in self._first.items() if row[1].shape not in shapes}
+            self._first = kept
         for key, (_, parameter, _, _) in self._first.items() if view.is_due else ():
             if parameter.grad is not None:
                 self._gradients[key] = view.sample(parameter.grad).abs().sum()
@@ -569,12 +571,23 @@ class OptimizerStateCountsTooManySteps(Check):
             )
 
 
-class ParameterWithoutGradient(Check):
-    """The graph is cut behind a module that an optimizer should train.
+class _Call(NamedTuple):
+    """A call of a module with parameters."""
 
-    Its output goes into a module that gets gradients, but as a tensor without a graph: because of
-    `detach`, `.data`, `no_grad`, or checkpointing with `use_reentrant=True` of inputs that need no
-    gradients. Its parameters are in an optimizer and never get a gradient.
+    module: nn.Module
+    has_graph: bool  # of its inputs
+    inputs: set[int]  # their memory
+    input_sizes: set[int]
+    output_sizes: set[int]
+
+
+class ParameterWithoutGradient(Check):
+    """The graph is cut behind modules that an optimizer should train.
+
+    The first modules of the forward never get gradients, though an optimizer has them. The first
+    one that gets gradients is called with a tensor that has no graph, is as large as the output
+    before it, and is no input of the model: because of `detach`, `.data`, `no_grad`, or
+    checkpointing with `use_reentrant=True` of inputs that need no gradients.
 
     Bug:
         features = self.encoder(x).detach()
@@ -585,84 +598,95 @@ class ParameterWithoutGradient(Check):
         `requires_grad_(False)`.
 
     Ignore:
-        When the module is frozen in this way on purpose.
+        When the modules are frozen in this way on purpose.
     """
 
     id = "parameter-without-gradient"
     rule = 1
+    severity = "warning"
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
-        self._cut: dict[int, tuple[StorageWeakRef, nn.Module]] = {}  # by storage
-        self._flows: list[tuple[nn.Module, nn.Module]] = []
+        self._calls: list[_Call] = []
+        self._data: set[int] = set()  # memory of the model's inputs
         self._in_a_row: dict[int, int] = {}
         self._values: dict[int, Tensor] = {}
 
     def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Note where outputs without a graph go."""
-        if view.steps_seen > FIRST_STEPS:
+        """Note the calls of modules with parameters, in order."""
+        if view.steps_seen > FIRST_STEPS or len(self._calls) > _MAX_CALLS:
             return
-        if call.has_gradients:
-            for tensor in tensors_in((call.args, call.kwargs)):
-                known = self._cut.get(_storage_key(tensor)) if not tensor.requires_grad else None
-                if known is not None and not known[0].expired():
-                    self._flows.append((known[1], call.module))
-        for tensor in tensors_in(call.output):
-            if tensor.is_floating_point() and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                self._cut[storage._cdata] = StorageWeakRef(storage), call.module
+        inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.is_floating_point()]
+        memory = {key for key in map(_memory, inputs) if key}
+        if any(call.module is model for model in view.models):
+            self._data |= memory
+        if any(p.requires_grad for p in call.module.parameters(recurse=False)):
+            has_graph = any(tensor.requires_grad for tensor in inputs)
+            sizes = {tensor.numel() for tensor in tensors_in(call.output)}
+            input_sizes = {tensor.numel() for tensor in inputs}
+            self._calls.append(_Call(call.module, has_graph, memory, input_sizes, sizes))
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Look for modules without gradients whose outputs went into modules with gradients."""
-        flows, self._flows, self._cut = self._flows, [], {}
-        if not flows and not self._in_a_row:
+        """Look for first modules without gradients before one with gradients."""
+        calls, data, self._calls, self._data = self._calls, self._data, [], set()
+        if not calls:
             return
-        own = {id(p) for p in _parameters_of(optimizer) if p.requires_grad}
-        cut = {
-            source: target
-            for source, target in flows
-            if _is_without_gradients(source, own) and _has_gradients(target)
-        }
-        for key in self._in_a_row.keys() - {id(source) for source in cut}:
-            del self._in_a_row[key]
-        for source, target in cut.items():
-            self._in_a_row[id(source)] = self._in_a_row.get(id(source), 0) + 1
-            first = next(p for p in source.parameters() if id(p) in own)
-            values = self._values.setdefault(id(source), view.sample(first))
-            if self._in_a_row[id(source)] >= _IN_A_ROW:
-                same = (values == view.sample(first)).all()
-                view.read([same], self._judge, view, source, target)
+        own = {id(p) for p in _parameters_of(optimizer)}
+        cut, target = _split_by_gradients(calls)
+        is_cut = (
+            cut
+            and target is not None
+            and not target.has_graph
+            and not target.inputs & data
+            and target.input_sizes & cut[-1].output_sizes
+            and all(id(p) in own for call in cut for p in _trainable(call.module))
+        )
+        key = id(optimizer)
+        self._in_a_row[key] = self._in_a_row.get(key, 0) + 1 if is_cut else 0
+        if not is_cut:
+            self._values.pop(key, None)
+            return
+        last = _trainable(cut[-1].module)[0]
+        values = self._values.setdefault(key, view.sample(last))
+        if self._in_a_row[key] >= _IN_A_ROW:
+            same = (values == view.sample(last)).all()
+            modules = list(dict.fromkeys(call.module for call in cut))
+            view.read([same], self._judge, view, modules, target)
 
     def _judge(
-        self, numbers: list[float], view: TrainingView, source: nn.Module, target: nn.Module
+        self, numbers: list[float], view: TrainingView, modules: list[nn.Module], target: _Call
     ) -> None:
+        if not numbers[0]:
+            return  # something else trains them: an average, for example
         names = view.module_names
-        if numbers[0]:
-            count = len(list(source.parameters()))
-            self.find(
-                view,
-                names.get(source, "a module"),
-                f"The {count} parameters of '{names.get(source)}' are in an optimizer and have no "
-                f"gradients in {_IN_A_ROW} steps in a row: its output is used by "
-                f"'{names.get(target)}' without a graph.",
-                "Remove detach, .data or no_grad between the two; use checkpoint(..., "
-                "use_reentrant=False). If it is to be frozen, call requires_grad_(False).",
-            )
+        count = sum(len(_trainable(module)) for module in modules)
+        self.find(
+            view,
+            [names.get(module, "a module") for module in reversed(modules)],
+            f"{count} parameters are in an optimizer and have no gradients in {_IN_A_ROW} steps in "
+            f"a row: the output of '{names.get(modules[-1])}' reaches "
+            f"'{names.get(target.module)}' without a graph.",
+            "Remove detach, .data or no_grad between the two; use checkpoint(..., "
+            "use_reentrant=False). If they are to be frozen, call requires_grad_(False).",
+        )
 
 
-def _storage_key(tensor: Tensor) -> int:
+def _split_by_gradients(calls: list[_Call]) -> tuple[list[_Call], _Call | None]:
+    """Return the calls before the first one whose module has gradients, and that one."""
+    for i, call in enumerate(calls):
+        if any(parameter.grad is not None for parameter in _trainable(call.module)):
+            return calls[:i], call
+    return calls, None
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters(recurse=False) if p.requires_grad]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what identifies a tensor's memory; 0 for tensors of other kinds."""
     is_plain = tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter)
     return tensor.untyped_storage()._cdata if is_plain else 0
-
-
-def _is_without_gradients(module: nn.Module, own: set[int]) -> bool:
-    """Return whether an optimizer has all parameters of a module, and none has a gradient."""
-    parameters = list(module.parameters())
-    return bool(parameters) and all(id(p) in own and p.grad is None for p in parameters)
-
-
-def _has_gradients(module: nn.Module) -> bool:
-    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 class FrozenParameterChanges(Check):
