@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 import hookline
 from hookline import LoopError, NotSuppliedError
-from hookline.integrations.bare_loop import clip_watch
+from hookline.loop import clip_watch
 
 
 class Halve(hookline.UpdateHook):

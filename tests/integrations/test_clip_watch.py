@@ -12,8 +12,8 @@ from torch.nn.utils import clip_grads_with_norm_ as scale_by_name
 from torch.nn.utils import get_total_norm as norm_by_name
 
 from hookline.errors import LoopError
-from hookline.integrations.bare_loop import clip_watch
-from hookline.integrations.bare_loop.clip_watch import (
+from hookline.loop import clip_watch
+from hookline.loop.clip_watch import (
     ClipCall,
     clip_patch,
 )

@@ -10,8 +10,10 @@ from hookline.hooks.lint.record_checks import RECORD_CHECKS
 from hookline.hooks.lint.replica_checks import REPLICA_CHECKS
 from hookline.hooks.lint.restore_checks import RESTORE_CHECKS
 from hookline.hooks.lint.tie_checks import TIE_CHECKS
+from hookline.hooks.lint.update_checks import UPDATE_CHECKS
 
 CHECKS: tuple[type[Check], ...] = (
+    *UPDATE_CHECKS,
     *GRADIENT_CHECKS,
     *REPLICA_CHECKS,
     *TIE_CHECKS,

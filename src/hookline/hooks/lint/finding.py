@@ -109,6 +109,8 @@ POINTS = {
     "on_after_backward": "backward has run",
     "on_gradients_ready": "gradients are complete and unscaled, not yet clipped (optimizer)",
     "on_gradient_clip": "gradients were clipped (optimizer)",
+    "on_clip_call": "a clipping function of torch has returned (ClipCall)",
+    "on_loss_scaled": "a GradScaler has scaled a loss (scaler)",
     "on_before_optimizer_step": "the optimizer is about to step (optimizer)",
     "on_after_optimizer_step": "the optimizer has stepped (optimizer)",
     "on_step_skipped": "the optimizer did not step (optimizer)",

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import lr_scheduler
 
 from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.loss_graph import LossGraph
+from hookline.hooks.lint.torch_watch import ModuleCall
 from hookline.hooks.lint.training_view import TrainingView
+from hookline.loop.clip_watch import ClipCall
+from hookline.tensors.sharded import needs_collective
 
 _STEPS_IN_A_ROW = 2
+_MAX_PARAMETERS = 8  # of an optimizer, where a few tell enough
+_MAX_NODES = 2000  # of a graph
+_MARK = "hookline_step"
 
 
 class GradientsNotZeroed(Check):
@@ -44,9 +56,9 @@ class GradientsNotZeroed(Check):
         self._used.pop(id(optimizer), None)
         self._remainders[id(optimizer)] = []
         if view.is_due:
-            parameter = _first_with_gradient(optimizer)
-            if parameter is not None and parameter.grad is not None:
-                self._used[id(optimizer)] = (parameter, parameter.grad)
+            parameter = _small_matrix(optimizer)
+            if parameter is not None:
+                self._used[id(optimizer)] = (parameter, parameter.grad)  # type: ignore[assignment]
 
     def on_before_backward(self, view: TrainingView, loss: Any) -> None:
         """Measure what is left of used gradients."""
@@ -78,9 +90,504 @@ class GradientsNotZeroed(Check):
             )
 
 
-def _first_with_gradient(optimizer: Any) -> Tensor | None:
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next((p for p in parameters if p.grad is not None), None)
+class GradientsZeroedBeforeStep(Check):
+    """Gradients are zeroed between backward and the step, which then does nothing.
+
+    Bug:
+        loss.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+
+    Fix:
+        Call `zero_grad` before backward, or after the step.
+
+    Ignore:
+        When most steps are left out in this way on purpose.
+    """
+
+    id = "gradients-zeroed-before-step"
+    rule = 2
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}  # parameters, sums of gradients
+        self._in_a_row: dict[int, int] = {}
+
+    def on_after_backward(self, view: TrainingView) -> None:
+        """Measure some gradients of each optimizer."""
+        for optimizer in view.optimizers if view.is_due else ():
+            chosen = _some_with_gradients(optimizer)
+            if chosen:
+                self._sums[id(optimizer)] = [(p, _sum(view, p.grad)) for p in chosen]
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Measure them again."""
+        rows = self._sums.pop(id(optimizer), None)
+        if rows and any(parameter.grad is not None for parameter, _ in rows):
+            now = [_sum(view, p.grad) for p, _ in rows if p.grad is not None]
+            view.read([*(each for _, each in rows), *now], self._judge, view, optimizer, len(rows))
+        elif rows:
+            view.read([each for _, each in rows], self._judge, view, optimizer, len(rows))
+
+    def _judge(self, numbers: list[float], view: TrainingView, optimizer: Any, count: int) -> None:
+        is_zeroed = any(numbers[:count]) and not any(numbers[count:])
+        steps = self._in_a_row.get(id(optimizer), 0) + 1 if is_zeroed else 0
+        self._in_a_row[id(optimizer)] = steps
+        if steps >= _STEPS_IN_A_ROW:
+            self.find(
+                view,
+                type(optimizer).__name__,
+                f"After backward, {count} gradients that were looked at had magnitudes of up to "
+                f"{max(numbers[:count]):.3g}; when the optimizer stepped all were zero or None, in "
+                f"{steps} steps in a row.",
+                "Call optimizer.zero_grad() before backward or after step, not between them.",
+            )
 
 
-GRADIENT_CHECKS = (GradientsNotZeroed,)
+class ClipWithoutEffect(Check):
+    """Gradients are clipped when there are none, or after the step has used them.
+
+    Bug:
+        loss.backward()
+        optimizer.step()
+        clip_grad_norm_(model.parameters(), 1.0)
+
+    Fix:
+        Clip between the last backward and the step.
+
+    Ignore:
+        When you call a clipping function for the norm that it returns. With `max_norm=inf` this is
+        no finding.
+    """
+
+    id = "clip-without-effect"
+    rule = 2
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._stepped: set[int] = set()  # without a backward since then
+        self._late: dict[int, str] = {}  # clipped in vain, since the last step
+        self._in_time: set[int] = set()
+        self._in_a_row: dict[int, int] = {}
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Gradients will be new."""
+        self._stepped.clear()
+
+    def on_clip_call(self, view: TrainingView, call: ClipCall) -> None:
+        """Note whether there is something to clip."""
+        if not view.is_due or not _limits(call):
+            return
+        has_gradients = any(tensor.grad is not None for tensor in call.tensors)
+        for optimizer in _optimizers_of(view, call):
+            key = id(optimizer)
+            if not has_gradients:
+                self._late[key] = "before backward, when there were no gradients"
+            elif key in self._stepped:
+                self._late[key] = "after the step"
+            else:
+                self._in_time.add(key)
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Judge the clipping of the step."""
+        key = id(optimizer)
+        when, was_in_time = self._late.pop(key, None), key in self._in_time
+        self._in_time.discard(key)
+        count = self._in_a_row.get(key, 0) + 1 if when and not was_in_time else 0
+        self._in_a_row[key] = count
+        if count >= _STEPS_IN_A_ROW:
+            self.find(
+                view,
+                type(optimizer).__name__,
+                f"The gradients were clipped {when}, in {count} steps in a row, and not between "
+                "backward and step.",
+                "Call the clipping function after the last backward and before optimizer.step().",
+            )
+
+    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Gradients were used."""
+        self._stepped.add(id(optimizer))
+
+
+class ClippedWhileScaled(Check):
+    """Gradients are clipped while a `GradScaler` has them multiplied by its scale.
+
+    A norm of 1 is then asked of gradients that are 65,536 times too large: after unscaling, almost
+    nothing is left of them.
+
+    Bug:
+        scaler.scale(loss).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+
+    Fix:
+        Call `scaler.unscale_(optimizer)` before clipping.
+
+    Ignore:
+        When you have multiplied the limit by the scale.
+    """
+
+    id = "clipped-while-scaled"
+    rule = 2
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._scaler: Any = None
+        self._clipped: dict[int, float] = {}  # by optimizer: the limit
+
+    def on_loss_scaled(self, view: TrainingView, scaler: Any) -> None:
+        """Keep the scaler."""
+        self._scaler = scaler
+
+    def on_clip_call(self, view: TrainingView, call: ClipCall) -> None:
+        """Note optimizers whose gradients are clipped before they are unscaled."""
+        if self._scaler is None or not view.is_due or not _limits(call):
+            return
+        for optimizer in _optimizers_of(view, call):
+            if _stage(self._scaler, optimizer) is OptState.READY:
+                self._clipped[id(optimizer)] = call.max_norm or 0.0
+            else:
+                self._clipped.pop(id(optimizer), None)
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """See whether the scaler has unscaled them since."""
+        limit = self._clipped.pop(id(optimizer), None)
+        scale = getattr(self._scaler, "_scale", None)
+        is_fused = getattr(optimizer, "grad_scale", None) is not None
+        if limit is None or not isinstance(scale, Tensor):
+            return
+        if is_fused or _stage(self._scaler, optimizer) is OptState.UNSCALED:
+            view.read([scale], self._judge, view, type(optimizer).__name__, limit)
+
+    def _judge(self, numbers: list[float], view: TrainingView, name: str, limit: float) -> None:
+        scale = numbers[0]
+        if scale != 1:
+            self.find(
+                view,
+                name,
+                f"Gradients were clipped while they were multiplied by {scale:g}, and unscaled "
+                f"afterwards: the limit of {limit:g} acts like {limit / scale:.3g}.",
+                "Call scaler.unscale_(optimizer) before the clipping function.",
+            )
+
+
+def _stage(scaler: Any, optimizer: Any) -> Any:
+    states = getattr(scaler, "_per_optimizer_states", {})
+    state = states.get(id(optimizer))
+    return OptState.READY if state is None else state["stage"]
+
+
+class ClipDiffersOverRanks(Check):
+    """Ranks that train one model have scaled its gradients by different factors.
+
+    Each rank has clipped by the norm of its own shard or of its own gradients, so the update is no
+    multiple of the gradient any more, and replicas drift apart.
+
+    Bug:
+        clip_grad_norm_([p.grad.to_local() for p in model.parameters()], 1.0)
+
+    Fix:
+        Give the parameters themselves (DTensors) to `clip_grad_norm_`, after gradients are synced.
+
+    Ignore:
+        Never.
+    """
+
+    id = "clip-differs-over-ranks"
+    rule = 2
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._place: tuple[TrainingView, str] | None = None
+        self._in_a_row = 0
+
+    def on_after_backward(self, view: TrainingView) -> None:
+        """Measure a gradient of each optimizer."""
+        for optimizer in view.optimizers if view.is_due and view.ranks > 1 else ():
+            parameter = _small_matrix(optimizer)
+            if parameter is not None and _is_shared(view, parameter):
+                self._before[id(optimizer)] = parameter, _sum(view, parameter.grad)
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Measure it again."""
+        parameter, before = self._before.pop(id(optimizer), (None, None))
+        if parameter is None or before is None or parameter.grad is None:
+            return
+        self._place = view, view.name_of(parameter) or type(optimizer).__name__
+        key = f"{self.id} {view.optimizers.index(optimizer)}"
+        view.read([before, _sum(view, parameter.grad)], self._exchange, view, key)
+
+    def _exchange(self, numbers: list[float], view: TrainingView, key: str) -> None:
+        before, after = numbers
+        view.compare_ranks(key, after / before if before else None, self._judge)
+
+    def _judge(self, factors: list[Any]) -> None:
+        if self._place is None or not all(isinstance(each, float) for each in factors):
+            return
+        differ = max(factors) - min(factors) > 0.01 * max(factors)
+        self._in_a_row = self._in_a_row + 1 if differ else 0
+        if self._in_a_row >= _STEPS_IN_A_ROW:
+            shown = ", ".join(f"{factor:.4g}" for factor in factors)
+            self.find(
+                *self._place,
+                f"Between backward and step, the gradient was scaled by {shown} on the ranks, in "
+                f"{self._in_a_row} steps in a row.",
+                "Clip by the norm of the whole model: give the parameters to clip_grad_norm_, "
+                "which sums over shards, or sum the squares over ranks yourself.",
+            )
+
+
+def _is_shared(view: TrainingView, parameter: Tensor) -> bool:
+    """Return whether ranks have parts of a parameter, or replicas that DDP keeps equal."""
+    ddp = torch.nn.parallel.DistributedDataParallel
+    return needs_collective(parameter) or any(isinstance(m, ddp) for m in view.model.modules())
+
+
+class SchedulerStepsTooOften(Check):
+    """A learning rate scheduler is stepped several times per optimizer step.
+
+    The schedule ends so many times too early: it is stepped once per micro-batch or process, while
+    it was made for optimizer steps. A schedule whose length is a multiple of the loader's length
+    is taken to count batches.
+
+    Bug:
+        for i, (x, y) in enumerate(loader):
+            (loss_fn(model(x), y) / 4).backward()
+            if i % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+
+    Fix:
+        Step the scheduler where the optimizer is stepped.
+
+    Ignore:
+        When the schedule counts micro-batches.
+    """
+
+    id = "scheduler-steps-too-often"
+    rule = 2
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._steps: dict[int, tuple[Any, int]] = {}  # schedulers, stepped since the last step
+        self._counts: dict[int, list[int]] = {}
+        self._batches: int | None = None
+
+    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
+        """Note how many batches the first loader has."""
+        if self._batches is None:
+            try:
+                self._batches = len(loader)
+            except TypeError:  # an IterableDataset
+                self._batches = 0
+
+    def on_scheduler_step(self, view: TrainingView, scheduler: Any) -> None:
+        """Count; the constructor makes a first step."""
+        is_absolute = isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts)
+        if getattr(scheduler, "_step_count", 0) > 1 and not is_absolute:
+            count = self._steps.get(id(scheduler), (scheduler, 0))[1]
+            self._steps[id(scheduler)] = scheduler, count + 1
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Judge the steps since the optimizer's last one."""
+        steps, self._steps = self._steps, {}
+        if len(view.optimizers) != 1 or view.steps_seen < 3:
+            return
+        for key, (scheduler, count) in steps.items():
+            counts = self._counts.setdefault(key, [])
+            counts.append(count)
+            recent = counts[-2 * _STEPS_IN_A_ROW :]
+            is_regular = len(recent) == 2 * _STEPS_IN_A_ROW and len(set(recent)) == 1
+            if is_regular and count > 1 and not self._is_meant(view, scheduler, count):
+                self._report_count(view, type(scheduler).__name__, count)
+                return
+        for key in self._counts.keys() - steps.keys():
+            del self._counts[key]
+
+    def _is_meant(self, view: TrainingView, scheduler: Any, count: int) -> bool:
+        """Return whether the schedule is made for as many steps as it is stepped."""
+        length = _length_of(scheduler)
+        if "accelerate" in sys.modules and view.ranks > 1 and count == view.ranks:
+            # Accelerate steps it once per process: it should count the batches of all of them.
+            return not (length and self._batches) or length % (self._batches * count) == 0
+        return bool(length and self._batches and length % self._batches == 0)
+
+    def _report_count(self, view: TrainingView, name: str, count: int) -> None:
+        self.find(
+            view,
+            name,
+            f"{name} was stepped {count} times between two optimizer steps, "
+            f"{2 * _STEPS_IN_A_ROW} times in a row, so its schedule passes {count} times as fast.",
+            "Call scheduler.step() right after optimizer.step(), once per optimizer step.",
+        )
+
+
+def _length_of(scheduler: Any) -> int:
+    """Return the number of steps of a schedule; 0 if it is not known."""
+    for name in ("total_steps", "T_max", "total_iters"):
+        length = getattr(scheduler, name, None)
+        if isinstance(length, int):
+            return length
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        length = getattr(function, "keywords", {}).get("num_training_steps")
+        if isinstance(length, int):
+            return length
+    return 0
+
+
+class Fp16WithoutScaler(Check):
+    """A model computes in float16, and the loss is not scaled.
+
+    The smallest number of float16 is 6e-8: smaller gradients of activations become zero.
+
+    Bug:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = loss_fn(model(x), y)
+        loss.backward()
+
+    Fix:
+        Use `torch.amp.GradScaler`, or bfloat16, which needs none.
+
+    Ignore:
+        When you scale the loss yourself, in another way than with a factor.
+    """
+
+    id = "fp16-without-scaler"
+    rule = 2
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._module: str | None = None  # that has returned float16 in this step
+        self._is_scaled = any(name in sys.modules for name in ("deepspeed", "apex"))
+        self._in_a_row = 0
+
+    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
+        """Note a trained module that returns float16."""
+        output = call.output
+        if self._module is None and isinstance(output, Tensor) and output.dtype is torch.float16:
+            own = call.module.parameters(recurse=False)
+            if output.requires_grad and any(parameter.requires_grad for parameter in own):
+                self._module = call.name
+
+    def on_loss_scaled(self, view: TrainingView, scaler: Any) -> None:
+        """Somebody scales."""
+        self._is_scaled = True
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """A loss that was multiplied last may have been scaled by hand."""
+        node = getattr(loss, "grad_fn", None)
+        if node is None or node.name().startswith("Mul"):
+            self._is_scaled = True
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Judge the step."""
+        name, self._module = self._module, None
+        self._in_a_row = self._in_a_row + 1 if name is not None and not self._is_scaled else 0
+        if name is not None and self._in_a_row >= _STEPS_IN_A_ROW:
+            self.find(
+                view,
+                name,
+                f"'{name}' returns float16, and no GradScaler has scaled the loss in "
+                f"{self._in_a_row} steps: gradients below 6e-8 become zero.",
+                "Scale the loss with torch.amp.GradScaler, or use bfloat16.",
+            )
+
+
+class GraphRetained(Check):
+    """The graph of a step contains those of the steps before.
+
+    Backward goes through all of them, so each step takes longer and needs more memory than the one
+    before, and gradients are those of old weights.
+
+    Bug:
+        total = total + loss  # of all steps
+        total.backward(retain_graph=True)
+
+    Fix:
+        Detach what is carried from step to step: `total += loss.detach()`, `hidden.detach()`.
+
+    Ignore:
+        Never.
+    """
+
+    id = "graph-retained"
+    rule = 2
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Look for nodes that were part of a graph of an earlier step, and mark all of this one."""
+        step = view.steps_seen
+        if step > 5 or not isinstance(loss, Tensor) or loss.grad_fn is None:
+            return
+        old: set[int] = set()
+        count = 0
+        for node in LossGraph(loss, _MAX_NODES).nodes:
+            marks = getattr(node, "metadata", None)
+            if marks is None or not node.next_functions:
+                continue  # parameters are part of every graph
+            if marks.setdefault(_MARK, step) != step:
+                old.add(marks[_MARK])
+                count += 1
+        if len(old) >= _STEPS_IN_A_ROW:
+            self.find(
+                view,
+                "loss",
+                f"Backward goes through {count} operations of {len(old)} earlier steps.",
+                "Detach what is carried from step to step (sums of losses, hidden states).",
+            )
+
+
+# -- gradients of optimizers -----------------------------------------------------------------------
+
+
+def _dense(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the optimizer's parameters with a gradient that is not sparse."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+                yield parameter
+
+
+def _small_matrix(optimizer: Any) -> Tensor | None:
+    """Return the smallest matrix with a gradient, or vector: large ones are often embeddings."""
+    return min(_dense(optimizer), key=lambda p: (p.ndim < 2, p.numel()), default=None)
+
+
+def _some_with_gradients(optimizer: Any) -> list[Tensor]:
+    parameters = list(_dense(optimizer))
+    return parameters[:: -(-len(parameters) // _MAX_PARAMETERS) or 1]
+
+
+def _sum(view: TrainingView, gradient: Tensor | None) -> Tensor:
+    """Return the sum of magnitudes of some elements."""
+    return view.sample(gradient).abs().sum() if gradient is not None else torch.zeros(())
+
+
+def _limits(call: ClipCall) -> bool:
+    """Return whether a call clips; some loops ask for the norm only."""
+    return call.max_norm is None or call.max_norm < 1e8
+
+
+def _optimizers_of(view: TrainingView, call: ClipCall) -> list[Any]:
+    """Return the optimizers of parameters that are clipped."""
+    clipped = set(map(id, call.tensors))
+    return [
+        optimizer
+        for optimizer in view.optimizers
+        if any(id(p) in clipped for group in optimizer.param_groups for p in group["params"])
+    ]
+
+
+GRADIENT_CHECKS = (
+    GradientsNotZeroed,
+    GradientsZeroedBeforeStep,
+    ClipWithoutEffect,
+    ClippedWhileScaled,
+    ClipDiffersOverRanks,
+    SchedulerStepsTooOften,
+    Fp16WithoutScaler,
+    GraphRetained,
+)

@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
+from hookline.loop.clip_watch import ClipCall, clip_patch
 from hookline.loop.model_watch import ModelCallback
 from hookline.loop.patches import SharedPatch
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
@@ -88,6 +89,7 @@ class TorchWatch:
     def attach(self) -> None:
         """Replace the functions that are called before training; keep what they are called for."""
         torch_patch.add(self)
+        clip_patch.add(self)
 
     def start(self, notice: Callable[..., None], *, sees_losses: bool) -> None:
         """Tell what was kept and what happens from now on, as `notice(point, *args)`.
@@ -127,6 +129,7 @@ class TorchWatch:
     def detach(self) -> None:
         """Put the functions back."""
         torch_patch.remove(self)
+        clip_patch.remove(self)
         self.leave_modules()
         self._take()
         self.notice = self._keep
@@ -158,6 +161,14 @@ class TorchWatch:
             has_gradients = torch.is_grad_enabled()
             call = ModuleCall(names[module], module, args, kwargs, output, has_gradients)
             self._tell("on_module_call", call)
+
+    def before_clip(self, call: ClipCall) -> None:
+        """Gradients are about to be clipped."""
+
+    def after_clip(self, call: ClipCall) -> None:
+        """Tell that gradients were clipped; a norm alone clips nothing."""
+        if call.function != "get_total_norm":
+            self._tell("on_clip_call", call)
 
     def _tell(self, point: str, *args: Any) -> None:
         if not self.is_paused:
@@ -237,6 +248,11 @@ def _scheduler_stepped(name: str, result: Any, args: Any, kwargs: Any) -> None:
     _tell("on_scheduler_step", args[0])
 
 
+def _loss_scaled(name: str, result: Any, args: Any, kwargs: Any) -> None:
+    if args[0].is_enabled():
+        _tell("on_loss_scaled", args[0])
+
+
 def _optimizer_made(name: str, result: Any, args: Any, kwargs: Any) -> None:
     _tell("on_optimizer_made", args[0])
 
@@ -258,6 +274,7 @@ _AFTER: dict[str, Callable[[str, Any, Any, Any], None]] = {
     "_next_index": _index_drawn,
     "__next__": _batch_loaded,
     "step": _scheduler_stepped,
+    "scale": _loss_scaled,
     "__init__": _optimizer_made,
     "load_state_dict": _state_loaded,
     "load": _file_loaded,
@@ -277,6 +294,7 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
             for name in ("step", "load_state_dict")
             if issubclass(each, lr_scheduler.LRScheduler) and name in vars(each)
         ),
+        (torch.amp.GradScaler, "scale"),
         (torch.optim.Optimizer, "__init__"),
         *((each, "load_state_dict") for each in (nn.Module, torch.optim.Optimizer)),
         (torch, "load"),

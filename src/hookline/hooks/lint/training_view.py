@@ -59,6 +59,7 @@ class TrainingView:
         self._close_until = FIRST_STEPS
         self._places: list[ParameterPlace] = []
         self._ids: tuple[int, ...] = ()
+        self._ids_of = 0  # the step in which they were collected
         self._reads: list[tuple[list[Any], Judge, tuple[Any, ...]]] = []
         self._exchanges: dict[str, tuple[Any, Judge]] = {}
 
@@ -113,7 +114,10 @@ class TrainingView:
 
     @property
     def parameters(self) -> list[ParameterPlace]:
-        """The model's parameters as they are now; a tied one once, under its first name."""
+        """The model's parameters in this step; a tied one once, under its first name."""
+        if self._ids_of == self.steps_seen:  # collecting them takes a while
+            return self._places
+        self._ids_of = self.steps_seen
         ids = tuple(map(id, self.model.parameters()))
         if ids != self._ids:
             names = named_parameters(self.model, None)

@@ -267,7 +267,7 @@ class LoopChecks:
         if not any(isinstance(each, torch.optim.LBFGS) for each in self._context.optimizers):
             return []
         events = ("on_gradients_ready", "on_before_optimizer_step", "update")
-        asking = [label for event in events for label in self._hooks.listeners(event)]
+        asking = [label for event in events for label in self._hooks.listeners(event, needed=True)]
         asking += self._hooks.required_arguments("on_step_end").get("grad_norm", [])
         if not asking:
             return []
@@ -279,10 +279,9 @@ class LoopChecks:
 
     def check_versions(self, versions: Versions, optimizer: torch.optim.Optimizer) -> None:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""
-        if versions == gradient_versions(optimizer):
-            return
-        listeners = ", ".join(self._hooks.listeners("on_gradients_ready"))
-        self.report("changed gradients", listeners=listeners)
+        listeners = ", ".join(self._hooks.listeners("on_gradients_ready", needed=True))
+        if listeners and versions != gradient_versions(optimizer):
+            self.report("changed gradients", listeners=listeners)
 
     def warn_of_no_optimizer(self, what: str) -> None:
         """Warn that no optimizer was seen, and which hooks are not called without one."""

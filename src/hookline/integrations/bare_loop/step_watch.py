@@ -26,7 +26,6 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 
 from hookline.context import LazyFloat
 from hookline.integrations.bare_loop.backward_watch import backward_patch
-from hookline.integrations.bare_loop.clip_watch import ClipCall, clip_patch
 from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
     LoopChecks,
@@ -41,6 +40,7 @@ from hookline.integrations.bare_loop.optimizer_watch import (
 from hookline.integrations.bare_loop.scaler_watch import scaler_patch
 from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
 from hookline.integrations.bare_loop.step_rule import StepRule
+from hookline.loop.clip_watch import ClipCall, clip_patch
 from hookline.loop.event_context import (
     Versions,
     gradient_versions,
@@ -401,7 +401,8 @@ class StepWatch:
                 self._has_more.add(i)
                 continue
             is_clipped = bool(before[i]) and self._clipped.get(i) == before[i]
-            if is_clipped and takes_part and not self._closure_evaluated:
+            is_clipped = is_clipped and takes_part and not self._closure_evaluated
+            if is_clipped and self._needs_clipped_gradients():
                 self.checks.report("backward after clip")
             self._new_gradients(i)
 
@@ -516,12 +517,17 @@ class StepWatch:
         if has_stepped or (self.backwards_seen and not self.has_new_gradients):
             return False
         if i not in self._ready and self.scaler is not None and self.scaler.is_enabled():
-            if function != "get_total_norm":
+            if function != "get_total_norm" and self._needs_clipped_gradients():
                 self.checks.report("scaled clip", function=function)
             return False
         self._session.begin()
         self._gradients_ready(i)
         return True
+
+    def _needs_clipped_gradients(self) -> bool:
+        """Return whether a hook depends on gradients that are clipped in the usual order."""
+        events = ("on_gradients_ready", "on_gradient_clip", "update")
+        return self.needs.grad_norm or any(self.hooks.listeners(e, needed=True) for e in events)
 
     def _norm_is_wanted(self) -> bool:
         """Return whether a hook asks for the norm; one of any rank, if gradients are sharded."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
@@ -19,9 +19,6 @@ from torch.nn.utils import clip_grad
 
 from hookline.errors import LoopError
 from hookline.loop.patches import SharedPatch
-
-if TYPE_CHECKING:
-    from hookline.integrations.bare_loop.step_watch import StepWatch
 
 _FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "_get_total_norm", "_clip_grads_with_norm_")
 _thread = threading.local()
@@ -36,12 +33,14 @@ class ClipCall:
         tensors: the parameters that it was given; for `get_total_norm` the gradients. A listener
             that replaces gradients in `before_clip` puts the new ones here.
         norm_type: the order of the norm; None where there is none.
+        max_norm: the norm to which gradients are clipped; None where there is none.
         result: what the function returned: the norm before clipping, or None.
     """
 
     function: str
     tensors: list[torch.Tensor]
     norm_type: float | None
+    max_norm: float | None = None
     result: torch.Tensor | None = None
 
     def has_norm_of(self, gradients: list[torch.Tensor]) -> bool:
@@ -49,6 +48,16 @@ class ClipCall:
         clipped = {id(tensor.grad) for tensor in self.tensors if tensor.grad is not None}
         is_norm = self.function == "clip_grad_norm_" and self.norm_type == 2.0
         return is_norm and clipped == set(map(id, gradients))
+
+
+class ClipListener(Protocol):
+    """Is called before and after each call of a clipping function."""
+
+    def before_clip(self, call: ClipCall) -> None:
+        """Gradients are about to be clipped."""
+
+    def after_clip(self, call: ClipCall) -> None:
+        """Gradients were clipped."""
 
 
 def _cell_of(name: str) -> CellType:
@@ -69,6 +78,7 @@ def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
     names = original.__code__.co_varnames
     first = names[0]  # "parameters" or "tensors"
     place = names.index("norm_type") if "norm_type" in names else None
+    clips_norm = len(names) > 1 and names[1] == "max_norm"
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -91,7 +101,8 @@ def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
         norm_type = None
         if place is not None:
             norm_type = float(args[place] if len(args) > place else kwargs.get("norm_type", 2.0))
-        call = ClipCall(public, tensors, norm_type)
+        max_norm = (args[1] if len(args) > 1 else kwargs.get("max_norm")) if clips_norm else None
+        call = ClipCall(public, tensors, norm_type, max_norm)
         _thread.inside = True
         try:
             listeners = list(clip_patch)
@@ -108,6 +119,6 @@ def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-clip_patch: SharedPatch[StepWatch] = SharedPatch(
+clip_patch: SharedPatch[ClipListener] = SharedPatch(
     lambda listeners: [(_cell_of(name), "cell_contents") for name in _FUNCTIONS], _replace
 )

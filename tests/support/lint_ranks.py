@@ -1,0 +1,72 @@
+"""Checks of `Lint` on several ranks, started by a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from lint_loops import batch, ids, layers
+from rank_checks import check_in_all_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+
+import hookline
+from hookline.hooks.lint.finding import Finding
+
+STEPS = 5
+
+
+def findings(model: nn.Module, clip: Callable[[nn.Module], object]) -> list[Finding]:
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    hook = hookline.Lint()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(10 * step + dist.get_rank())
+            F.mse_loss(model(x), y).backward()
+            clip(model)
+            optimizer.step()
+    failed = {name: why for name, why in hook.left_out.items() if "failed" in why}
+    assert not failed, failed
+    return hook.findings
+
+
+def sharded() -> nn.Module:
+    model = layers()
+    for child in model.children():
+        fully_shard(child)
+    return fully_shard(model)
+
+
+def clip_all(model: nn.Module) -> object:
+    return clip_grad_norm_(model.parameters(), 0.1)
+
+
+@torch.no_grad()
+def clip_own_shard(model: nn.Module) -> None:
+    shards = [p.grad.to_local() for p in model.parameters() if isinstance(p.grad, DTensor)]
+    norm = torch.stack([shard.norm() for shard in shards]).norm()
+    for shard in shards:
+        shard.mul_(0.1 / (norm + 1e-6))
+
+
+def check_whole_norm() -> None:
+    assert findings(sharded(), clip_all) == []
+    assert findings(DistributedDataParallel(layers()), clip_all) == []
+
+
+def check_norm_of_shard() -> None:
+    found = findings(sharded(), clip_own_shard)
+    assert ids(found) == ["clip-differs-over-ranks"], found
+    assert found[0].step == 2
+    assert found[0].subject == "last.weight"
+
+
+if __name__ == "__main__":
+    check_in_all_ranks(check_whole_norm, check_norm_of_shard)
