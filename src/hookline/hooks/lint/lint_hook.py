@@ -91,6 +91,8 @@ class Lint(BuiltIn):
         self._watch = TorchWatch(self._tell, sees_losses=not view.is_compiled)
         self._watch.attach()
         self._hook_modules()
+        if self._points["on_model_call"] and not view.is_compiled:
+            self._watch.hook_models(view.models)
         self._tell("on_train_start")
 
     def on_train_end(self, trainer: Any) -> None:

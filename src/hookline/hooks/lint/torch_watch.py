@@ -79,6 +79,7 @@ class TorchWatch:
         self.sees_losses = sees_losses
         self._handles: list[RemovableHandle] = []
         self._hooked: list[nn.Module] = []
+        self._model_handles: list[tuple[nn.Module, RemovableHandle]] = []
         self.is_paused = False  # while active checks call the model
 
     def attach(self) -> None:
@@ -89,6 +90,10 @@ class TorchWatch:
         """Put the functions back."""
         torch_patch.remove(self)
         self.leave_modules()
+        while self._model_handles:
+            model, handle = self._model_handles.pop()
+            handle.remove()
+            unhide_hooks(model)
 
     def hook_modules(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
         """See the calls of all modules of a model until `leave_modules`."""
@@ -99,6 +104,19 @@ class TorchWatch:
             hide_hooks(module)
             self._hooked.append(module)
             self._handles.append(module.register_forward_hook(callback, with_kwargs=True))
+
+    def hook_models(self, models: Iterable[nn.Module]) -> None:
+        """See the calls of whole models in all steps, until `detach`."""
+        callback: Any = ModelCallback(self._after_model_call)
+        for model in models:
+            hide_hooks(model)
+            handle = model.register_forward_hook(callback, with_kwargs=True)
+            self._model_handles.append((model, handle))
+
+    def _after_model_call(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if _task_id() == -1:
+            call = ModuleCall("", module, args, kwargs, output, torch.is_grad_enabled())
+            self._tell("on_model_call", call)
 
     def leave_modules(self) -> None:
         """See no calls of modules any more."""
