@@ -8,6 +8,7 @@ from hookline.hooks.lint.label_checks import LABEL_CHECKS
 from hookline.hooks.lint.leak_checks import LEAK_CHECKS
 from hookline.hooks.lint.microbatch_checks import MICROBATCH_CHECKS
 from hookline.hooks.lint.mode_checks import MODE_CHECKS
+from hookline.hooks.lint.precision_checks import PRECISION_CHECKS
 
 CHECKS: tuple[type[Check], ...] = (
     *GRADIENT_CHECKS,
@@ -15,4 +16,5 @@ CHECKS: tuple[type[Check], ...] = (
     *MODE_CHECKS,
     *LEAK_CHECKS,
     *LABEL_CHECKS,
+    *PRECISION_CHECKS,
 )
