@@ -151,6 +151,17 @@ def test_an_evaluation_in_train_mode_is_found(make, count):
     assert finding.subject == ("the model" if make is Functional else "1")
 
 
+def test_an_evaluation_of_a_part_of_the_outputs_is_found():
+    x, y = data(7, 12)  # as of a graph, with the same inputs in training and evaluation
+
+    def evaluate(model):
+        with torch.no_grad():
+            F.cross_entropy(model(x)[y > 0].float(), y[y > 0])
+
+    (finding,) = train(classifier(), evaluate=evaluate, steps=3)
+    assert finding.check == "dropout-in-evaluation"
+
+
 def test_an_evaluation_in_train_mode_at_the_end_is_found():
     def evaluate(model):
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,6 +152,21 @@ def _trains(optimizer: Any, model: nn.Module) -> bool:
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
+@dataclass(frozen=True)
+class _Output:
+    """Where an output of the model is, without keeping it."""
+
+    memory: int
+    shape: torch.Size
+
+    def may_give(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is this output, a part of it, or a copy with as many features."""
+        if self.memory == _memory(tensor):
+            return True
+        is_part = tensor.numel() <= self.shape.numel() and not tensor.requires_grad
+        return is_part and tensor.ndim > 1 and tensor.shape[-1:] == self.shape[-1:]
+
+
 class DropoutInEvaluation(Check):
     """The model is evaluated in train mode.
 
@@ -173,7 +189,7 @@ class DropoutInEvaluation(Check):
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
-        self._outputs: set[int] = set()  # memory of the outputs of the latest evaluation
+        self._outputs: list[_Output] = []  # of the latest evaluation
         self._inputs: list[Any] = []  # of the latest evaluation, weakly
         self._pending: LossCall | None = None  # a loss that the model may be about to return
         self._labels: list[tuple[int, ...]] = []  # shapes, of evaluated batches
@@ -197,7 +213,7 @@ class DropoutInEvaluation(Check):
         """Note evaluations in train mode; a training forward ends them."""
         loss, self._pending = self._pending, None
         inputs = list(tensors_in((call.args, call.kwargs)))
-        self._outputs = set()
+        self._outputs = []
         if call.has_gradients and not view.is_evaluating:
             self._judge(view)
             self._trained, self._inputs = _weakly(inputs), []
@@ -207,8 +223,8 @@ class DropoutInEvaluation(Check):
         if _are_same(self._inputs, inputs):
             self._is_left_out = True  # several draws of dropout for one batch
         self._inputs = _weakly(inputs)
-        self._outputs = {_memory(tensor) for tensor in tensors_in(call.output)}
-        if loss is not None and _memory(loss.result) in self._outputs:
+        self._outputs = [_Output(_memory(x), x.shape) for x in tensors_in(call.output)]
+        if loss is not None and _memory(loss.result) in {each.memory for each in self._outputs}:
             self._note(loss)
 
     def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
@@ -216,7 +232,7 @@ class DropoutInEvaluation(Check):
         self._pending = None
         if call.has_gradients and not view.is_evaluating:
             self._trained_labels = tuple(call.target.shape)
-        elif _memory(call.input) in self._outputs:
+        elif any(output.may_give(call.input) for output in self._outputs):
             self._note(call)
         elif isinstance(call.result, Tensor):
             self._pending = call
