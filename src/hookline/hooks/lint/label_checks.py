@@ -51,7 +51,7 @@ def has_class_labels(call: LossCall) -> bool:
 
 def is_label_used(call: LossCall) -> Tensor:
     """Return which labels are not ignored."""
-    return call.target != call.options.get("ignore_index", -100)
+    return call.target.ne(call.options.get("ignore_index", -100))
 
 
 def _class_dimension(call: LossCall) -> int:
@@ -422,7 +422,7 @@ class EndTokenNeverTrained(Check):
         """Note the end token, where the model has one."""
         for model in view.models:
             end = getattr(getattr(model, "config", None), "eos_token_id", None)
-            self._ends |= set(end) if isinstance(end, list) else {end} - {None}
+            self._ends.update(end if isinstance(end, list) else [] if end is None else [end])
 
     def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
         """Keep the tokens of the latest forward."""

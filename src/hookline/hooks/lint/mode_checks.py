@@ -17,7 +17,7 @@ from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.sharded import stored_values
+from hookline.tensors.sharded import is_sharded, stored_values
 
 _SAMPLE = 8
 
@@ -313,7 +313,7 @@ class AveragedWeightsNotRestored(Check):
 
     def __init__(self, report: Any) -> None:
         super().__init__(report)
-        self._watched: tuple[str, nn.Parameter] | None = None
+        self._watched: _WeightSample | None = None
         self._stepped: Tensor | None = None  # a sample after the latest step
         self._evaluated: Tensor | None = None
         self._steps_compared = 0
@@ -323,14 +323,15 @@ class AveragedWeightsNotRestored(Check):
         """Choose the last matrix that an optimizer has."""
         optimized = view.optimized()
         for place in view.parameters:
-            if id(place.tensor) in optimized and place.tensor.ndim > 1:
-                self._watched = (place.name, place.tensor)
+            is_plain = place.tensor.ndim > 1 and place.tensor.is_contiguous()
+            if id(place.tensor) in optimized and is_plain:
+                self._watched = _WeightSample(place.name, place.tensor)
 
     def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Keep a sample of the trained weights."""
         self._evaluated = None
         if self._watched is not None:
-            self._stepped = _first_elements(self._watched[1])
+            self._stepped = self._watched.copy()
 
     def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
         """Sample the weights that are evaluated, and those with which training goes on."""
@@ -338,16 +339,16 @@ class AveragedWeightsNotRestored(Check):
         if stepped is None or watched is None or self._is_changed_otherwise:
             return
         if not call.has_gradients:
-            self._evaluated = _first_elements(watched[1])
+            self._evaluated = watched.copy()
             return
         evaluated = self._evaluated
         self._evaluated = self._stepped = None
         if evaluated is not None:
-            now = _first_elements(watched[1])
+            now = watched.copy()
             tensors = [(evaluated != stepped).sum(), (now != evaluated).sum()]
-            view.read(tensors, self._judge, view, watched[0], len(now))
+            view.read(tensors, self._judge, view, watched.name, len(now))
         elif view.is_due:
-            now = _first_elements(watched[1])
+            now = watched.copy()
             view.read([(now != stepped).sum()], self._judge_step)
 
     def _judge_step(self, numbers: list[float]) -> None:
@@ -384,9 +385,22 @@ class AveragedWeightsNotRestored(Check):
             )
 
 
-@torch.no_grad()
-def _first_elements(tensor: Tensor) -> Tensor:
-    return stored_values(tensor).reshape(-1)[:_SAMPLE].clone()
+class _WeightSample:
+    """The first elements of a parameter; cheap enough to be copied in each step."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self._parameter = name, parameter
+        self._address = -1
+        self._elements: Tensor | None = None  # shares memory with the parameter
+
+    def copy(self) -> Tensor:
+        """Return the elements as they are now."""
+        address = -1 if is_sharded(self._parameter) else self._parameter.data_ptr()
+        if self._elements is None or address != self._address or address == -1:
+            with torch.no_grad():
+                self._elements = stored_values(self._parameter).detach().reshape(-1)[:_SAMPLE]
+            self._address = address
+        return self._elements.clone()
 
 
 MODE_CHECKS = (

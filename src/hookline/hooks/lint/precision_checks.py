@@ -305,8 +305,7 @@ def _experts_of(parent: nn.Module, name: str, router: nn.Linear) -> list[_Expert
     """Return the experts in a module that has a router."""
     count, found = router.out_features, []
     for child_name, child in parent.named_children():
-        is_list = "expert" in child_name and isinstance(child, nn.ModuleList)
-        if is_list and len(child) == count:
+        if "expert" in child_name and isinstance(child, nn.ModuleList) and len(child) == count:
             weights = [next((p for p in each.parameters()), None) for each in child]
             if all(weight is not None and weight.requires_grad for weight in weights):
                 known = [weight for weight in weights if weight is not None]
