@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -63,11 +63,38 @@ def lint(
     with hookline.attach(model, optimizer, hooks=[hook]):
         for step in range(steps):
             (step_fn or plain_step)(step)
-    failed = {name: why for name, why in hook.left_out.items() if "failed" in why}
-    assert not failed, failed
+    assert_none_failed(hook)
     return hook.findings
 
 
 def ids(findings: list[Finding]) -> list[str]:
     """Return the ids of the checks that have found something."""
     return [finding.check for finding in findings]
+
+
+def assert_none_failed(hook: hookline.Lint) -> None:
+    failed = {name: why for name, why in hook.left_out.items() if "failed" in why}
+    assert not failed, failed
+
+
+def lint_steps(
+    model: nn.Module,
+    loss_of: Callable[[int], Tensor],
+    steps: int = 4,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    after: Callable[[int], Any] | None = None,
+    only: Iterable[str] | None = None,
+) -> dict[str, Finding]:
+    """Train a model, call `after` each step, and return the findings by their checks."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    hook = hookline.Lint(only=None if only is None else list(only))
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(step).backward()
+            optimizer.step()
+            if after is not None:
+                after(step)
+    assert_none_failed(hook)
+    return {finding.check: finding for finding in hook.findings}

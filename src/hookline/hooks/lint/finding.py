@@ -104,6 +104,7 @@ POINTS = {
     "on_batch_loaded": "a DataLoader has delivered a batch (LoadedBatch)",
     "on_module_call": "a module has returned, in a due step (ModuleCall); not in compiled models",
     "on_after_forward": "a training forward of the model has returned (outputs)",
+    "on_model_call": "a whole model has returned, in training or evaluation (ModuleCall)",
     "on_loss_call": "a loss function of torch.nn.functional has returned (LossCall)",
     "on_before_backward": "backward begins (the loss; None if there are several)",
     "on_after_backward": "backward has run",

@@ -94,6 +94,8 @@ class Lint(BuiltIn):
         self._tell("on_train_start")
         self._watch.start(self._tell, sees_losses=not view.is_compiled)
         self._hook_modules()
+        if self._points["on_model_call"] and not view.is_compiled:
+            self._watch.hook_models(view.models)
 
     def on_train_end(self, trainer: Any) -> None:
         view = self._view

@@ -7,8 +7,10 @@ parameter, or talk to other processes, ends the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from hookline.hooks.debugging.repeated_forward import (
     only_compute,
 )
 from hookline.loop.random_state import random_state, restore_random_state
+from hookline.tensors.module_classes import unwrap_module
 from hookline.tensors.nested import map_tensors, tensors_in
 
 _MIN_FREE = 0.2  # of an accelerator's memory
@@ -47,6 +50,37 @@ class RepeatableCall:
         if first is None:
             first = next(self._call.model.parameters())
         return first.device
+
+    @cached_property
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors among the arguments, by the names of `forward`, or by the keys of a batch."""
+        forward = unwrap_module(self._call.model).forward
+        try:
+            named = inspect.signature(forward).bind(*self.args, **self.kwargs).arguments
+        except (TypeError, ValueError):
+            return {}
+        found: dict[str, Tensor] = {}
+        for name, value in named.items():
+            parts = value if isinstance(value, Mapping) else {name: value}
+            if isinstance(value, tuple | list):
+                parts = {f"{name}[{i}]": each for i, each in enumerate(value)}
+            found |= {str(key): x for key, x in parts.items() if isinstance(x, Tensor)}
+        return found
+
+    @cached_property
+    def outputs(self) -> Any:
+        """What the model returns for the inputs of the call, in eval mode."""
+        return self.run()
+
+    @cached_property
+    def repeated_outputs(self) -> Any:
+        """The same once more: where these differ, no comparison says anything."""
+        return self.run()
+
+    def run_with(self, change: Callable[[Tensor], Tensor]) -> Any:
+        """Return what the model returns, in eval mode, for tensors that `change` returns."""
+        args, kwargs = map_tensors((self.args, self.kwargs), change)
+        return self.run(args, kwargs)
 
     def run(
         self, args: Any = None, kwargs: Any = None, *, train: bool = False, gradients: bool = False

@@ -84,6 +84,7 @@ class TorchWatch:
         self._states: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
         self._handles: list[RemovableHandle] = []
         self._hooked: list[nn.Module] = []
+        self._model_handles: list[tuple[nn.Module, RemovableHandle]] = []
         self.is_paused = False  # while active checks call the model
 
     def attach(self) -> None:
@@ -131,6 +132,10 @@ class TorchWatch:
         torch_patch.remove(self)
         clip_patch.remove(self)
         self.leave_modules()
+        while self._model_handles:
+            model, handle = self._model_handles.pop()
+            handle.remove()
+            unhide_hooks(model)
         self._take()
         self.notice = self._keep
 
@@ -149,6 +154,19 @@ class TorchWatch:
             hide_hooks(module)
             self._hooked.append(module)
             self._handles.append(module.register_forward_hook(callback, with_kwargs=True))
+
+    def hook_models(self, models: Iterable[nn.Module]) -> None:
+        """See the calls of whole models in all steps, until `detach`."""
+        callback: Any = ModelCallback(self._after_model_call)
+        for model in models:
+            hide_hooks(model)
+            handle = model.register_forward_hook(callback, with_kwargs=True)
+            self._model_handles.append((model, handle))
+
+    def _after_model_call(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if _task_id() == -1:
+            call = ModuleCall("", module, args, kwargs, output, torch.is_grad_enabled())
+            self._tell("on_model_call", call)
 
     def leave_modules(self) -> None:
         """See no calls of modules any more."""

@@ -1,0 +1,119 @@
+"""Rule 3, micro-batches: together they give the gradient of the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.label_checks import has_class_labels, is_label_used
+from hookline.hooks.lint.torch_watch import LossCall
+from hookline.hooks.lint.training_view import TrainingView
+
+_MIN_RATIO = 1.25  # of the largest to the smallest number of labels
+_MAX_SPREAD = 1e-3  # between weights that count as equal
+
+
+@dataclass(frozen=True, eq=False)
+class _MicroBatch:
+    is_mean: bool
+    labels: int
+    classes: int
+
+
+class MeanOfMeans(Check):
+    """Micro-batches with few labels count as much as those with many.
+
+    Each loss is a mean over the labels of its micro-batch, and all means have the same weight. A
+    label in a short micro-batch then counts more, and the gradient is not that of the whole batch.
+
+    Bug:
+        for micro in step:
+            loss = F.cross_entropy(model(micro.x), micro.y, ignore_index=-100)  # a mean
+            (loss / len(step)).backward()
+
+    Fix:
+        Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels that the
+        whole step uses.
+
+    Ignore:
+        When each micro-batch is meant to count the same, as when each is a task of its own.
+    """
+
+    id = "mean-of-means"
+    rule = 3
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._calls: list[LossCall] = []  # since the latest backward
+        self._batches: list[_MicroBatch] = []
+        self._tensors: list[Tensor] = []
+        self._is_clear = True
+        self._varying_steps = 0
+
+    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
+        """Keep the losses until backward."""
+        if view.is_due and call.has_gradients and len(self._calls) < 2:
+            self._calls.append(call)
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Note the loss, its weight in backward, and its number of labels."""
+        calls, self._calls = self._calls, []
+        if not view.is_due or loss is None or len(calls) != 1 or not has_class_labels(calls[0]):
+            self._is_clear = False
+            return
+        call = calls[0]
+        reduction = call.options.get("reduction", "mean")
+        if reduction == "none" or call.input.ndim < 2 or loss.ndim:
+            self._is_clear = False
+            return
+        used = is_label_used(call).sum()
+        self._tensors += [call.result.detach(), loss.detach(), used]
+        classes = call.input.shape[1]
+        self._batches.append(_MicroBatch(reduction == "mean", call.target.numel(), classes))
+
+    def on_step_end(self, view: TrainingView) -> None:
+        """Judge the micro-batches of the step."""
+        batches, tensors, is_clear = self._batches, self._tensors, self._is_clear
+        self._batches, self._tensors, self._is_clear, self._calls = [], [], True, []
+        is_one_task = len({(batch.is_mean, batch.classes) for batch in batches}) == 1
+        if is_clear and is_one_task and len(batches) > 1:
+            view.read(tensors, self._judge, view, batches)
+
+    def _judge(self, numbers: list[float], view: TrainingView, batches: list[_MicroBatch]) -> None:
+        results, losses, counts = numbers[::3], numbers[1::3], numbers[2::3]
+        if not all(results) or not all(counts):
+            return
+        scales = counts if not batches[0].is_mean else [1.0] * len(counts)
+        weights = [
+            loss / result * scale
+            for loss, result, scale in zip(losses, results, scales, strict=True)
+        ]
+        is_equal = max(weights) - min(weights) <= _MAX_SPREAD * abs(max(weights))
+        is_varied = max(counts) > _MIN_RATIO * min(counts)
+        if is_equal and is_varied and self._is_by_labels(counts, batches):
+            listed = ", ".join(f"{count:.0f}" for count in counts[:8])
+            self.find(
+                view,
+                "cross_entropy",
+                f"The {len(counts)} micro-batches of the step have {listed} labels, but their mean "
+                f"losses have equal weights.",
+                "Divide the sum of the losses of each micro-batch by the number of labels that the "
+                "whole step uses.",
+            )
+
+    def _is_by_labels(self, counts: list[float], batches: list[_MicroBatch]) -> bool:
+        """Return whether labels differ in number for another reason than a smaller last batch."""
+        if any(count < batch.labels for count, batch in zip(counts, batches, strict=True)):
+            return True
+        first = counts[:-1]
+        if max(first) <= _MIN_RATIO * min(first):
+            return False
+        self._varying_steps += 1
+        return self._varying_steps > 1
+
+
+MICROBATCH_CHECKS = (MeanOfMeans,)

@@ -1,0 +1,411 @@
+"""Rule 4, mode: training in train mode, evaluation in eval mode, and back."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.leak_checks import difference, is_changed
+from hookline.hooks.lint.repeated_call import RepeatableCall
+from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
+from hookline.hooks.lint.training_view import TrainingView
+from hookline.tensors.nested import tensors_in
+from hookline.tensors.sharded import is_sharded, stored_values
+
+_SAMPLE = 8
+
+
+def depends_on_mode(module: nn.Module) -> bool:
+    """Return whether a module computes something else in eval mode."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return isinstance(module, _BatchNorm) and module.track_running_stats
+
+
+class ModeNotRestored(Check):
+    """The model stays in eval mode after an evaluation.
+
+    Dropout is off and BatchNorm uses old statistics for the rest of training.
+
+    Bug:
+        model.eval()
+        evaluate(model)
+        train_one_epoch(model)  # model.train() is missing
+
+    Fix:
+        Call `model.train()` before training goes on.
+
+    Ignore:
+        When the rest of training is to run without dropout.
+    """
+
+    id = "mode-not-restored"
+    rule = 4
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._trained: set[nn.Module] = set()  # were in train mode in a step
+        self._evaluated: set[nn.Module] = set()  # were called in eval mode without a backward
+        self._called: list[nn.Module] = []  # in eval mode, since the latest backward
+        self._in_eval: list[nn.Module] = []  # in the latest backward
+
+    def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
+        """Note models that were evaluated."""
+        if not call.has_gradients and not call.module.training:
+            self._evaluated.add(call.module)
+
+    def on_after_forward(self, view: TrainingView, outputs: Any) -> None:
+        """Note forwards in eval mode: all but the last before a backward are evaluations."""
+        in_eval = [model for model in view.models if not model.training]
+        if in_eval:
+            self._evaluated.update(self._called)
+            self._called = in_eval
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Note the modes of training."""
+        self._in_eval = [model for model in view.models if not model.training]
+        if self._called:
+            if not self._in_eval:
+                self._evaluated.update(self._called)
+            self._called = []
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Judge the models that this optimizer trains."""
+        for model in self._in_eval:
+            if model in self._trained and model in self._evaluated and _trains(optimizer, model):
+                self._find(view, model)
+        for model in view.models:
+            if model.training and model not in self._trained:
+                self._trained.add(model)
+        self._evaluated = {model for model in self._evaluated if not model.training}
+
+    def _find(self, view: TrainingView, model: nn.Module) -> None:
+        count = sum(depends_on_mode(module) and not module.training for module in model.modules())
+        if count:
+            self.find(
+                view,
+                view.module_names.get(model) or "the model",
+                f"It was in train mode, was evaluated in eval mode, and is now trained in eval "
+                f"mode, with {count} modules of dropout or BatchNorm.",
+                "Call model.train() after each evaluation, before training goes on.",
+            )
+
+
+class TrainingInEvalMode(Check):
+    """The model is trained in eval mode from the start.
+
+    Models of transformers' `from_pretrained` are in eval mode. Dropout is off, and BatchNorm keeps
+    its statistics.
+
+    Bug:
+        model = AutoModel.from_pretrained(name)  # in eval mode
+        train(model)
+
+    Fix:
+        Call `model.train()` before training. To freeze parts of it, put these into eval mode.
+
+    Ignore:
+        When the whole model is to be trained without dropout.
+    """
+
+    id = "training-in-eval-mode"
+    rule = 4
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._was_trained = False
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Note whether a model was in train mode."""
+        self._was_trained |= any(model.training for model in view.models)
+
+    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Judge the first steps."""
+        if self._was_trained or view.steps_seen > 2:
+            return
+        optimized = view.optimized()
+        for model in view.models:
+            dropouts = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.p > 0]
+            modules = [module for module in dropouts if not module.training]
+            is_whole = all(p.requires_grad and id(p) in optimized for p in model.parameters())
+            if modules and is_whole and _trains(optimizer, model):
+                name = view.module_names.get(model) or "the model"
+                self.find(
+                    view,
+                    name,
+                    f"It is trained in eval mode, where its {len(modules)} modules of dropout do "
+                    f"nothing.",
+                    "Call model.train() before training.",
+                )
+
+
+def _trains(optimizer: Any, model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Where an output of the model is, without keeping it."""
+
+    memory: int
+    shape: torch.Size
+
+    def may_give(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is this output, a part of it, or a copy with as many features."""
+        if self.memory == _memory(tensor):
+            return True
+        is_part = tensor.numel() <= self.shape.numel() and not tensor.requires_grad
+        return is_part and tensor.ndim > 1 and tensor.shape[-1:] == self.shape[-1:]
+
+
+class DropoutInEvaluation(Check):
+    """The model is evaluated in train mode.
+
+    Dropout or BatchNorm make the validation loss worse and random, and BatchNorm learns the
+    statistics of validation data.
+
+    Bug:
+        with torch.no_grad():
+            val_loss = F.cross_entropy(model(x), y)  # model.eval() is missing
+
+    Fix:
+        Call `model.eval()` before an evaluation and `model.train()` after it.
+
+    Ignore:
+        When the randomness of dropout is what is measured.
+    """
+
+    id = "dropout-in-evaluation"
+    rule = 4
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._outputs: list[_Output] = []  # of the latest evaluation
+        self._inputs: list[Any] = []  # of the latest evaluation, weakly
+        self._pending: LossCall | None = None  # a loss that the model may be about to return
+        self._labels: list[tuple[int, ...]] = []  # shapes, of evaluated batches
+        self._is_left_out = False  # this evaluation does something else
+        self._trained: list[Any] = []  # inputs of the latest training forward, weakly
+        self._trained_labels: tuple[int, ...] = ()
+        self._mode_matters = False
+
+    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
+        """See whether the model gives something else in train mode."""
+        first = [x for x in tensors_in(call.outputs) if x.is_floating_point()]
+        second = [x for x in tensors_in(call.run(train=True)) if x.is_floating_point()]
+        if first and second and first[0].shape == second[0].shape:
+            change = difference(first[0], second[0])
+            view.read([change], self._judge_mode, first[0].dtype)
+
+    def _judge_mode(self, numbers: list[float], dtype: torch.dtype) -> None:
+        self._mode_matters = is_changed(numbers[0], dtype)
+
+    def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
+        """Note evaluations in train mode; a training forward ends them."""
+        loss, self._pending = self._pending, None
+        inputs = list(tensors_in((call.args, call.kwargs)))
+        self._outputs = []
+        if call.has_gradients and not view.is_evaluating:
+            self._judge(view)
+            self._trained, self._inputs = _weakly(inputs), []
+            return
+        if not call.module.training:
+            return
+        if _are_same(self._inputs, inputs):
+            self._is_left_out = True  # several draws of dropout for one batch
+        self._inputs = _weakly(inputs)
+        self._outputs = [_Output(_memory(x), x.shape) for x in tensors_in(call.output)]
+        if loss is not None and _memory(loss.result) in {each.memory for each in self._outputs}:
+            self._note(loss)
+
+    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
+        """Note the losses of evaluations."""
+        self._pending = None
+        if call.has_gradients and not view.is_evaluating:
+            self._trained_labels = tuple(call.target.shape)
+        elif any(output.may_give(call.input) for output in self._outputs):
+            self._note(call)
+        elif isinstance(call.result, Tensor):
+            self._pending = call
+
+    def _note(self, call: LossCall) -> None:
+        labels = tuple(call.target.shape)
+        self._labels.append(labels)
+        # The loss of a training batch, as in a line search; or one that chooses samples.
+        is_training_batch = _are_same(self._trained, self._inputs_now())
+        if is_training_batch and labels == self._trained_labels:
+            self._is_left_out = True
+        if call.options.get("reduction", "mean") == "none":
+            self._is_left_out = True
+
+    def _inputs_now(self) -> list[Any]:
+        return [reference() for reference in self._inputs]
+
+    def on_train_end(self, view: TrainingView) -> None:
+        """Judge the last evaluation."""
+        self._judge(view)
+
+    def _judge(self, view: TrainingView) -> None:
+        labels, self._labels = self._labels, []
+        is_left_out, self._is_left_out = self._is_left_out, False
+        if not labels or is_left_out:
+            return
+        names = view.module_names.items()
+        active = [name for m, name in names if m.training and depends_on_mode(m)]
+        if active or self._mode_matters:
+            self.find(
+                view,
+                active or "the model",
+                f"Losses were computed without gradients while the model was in train mode, for "
+                f"{len(labels)} batches: dropout or BatchNorm were active.",
+                "Call model.eval() before the evaluation, and model.train() after it.",
+            )
+
+
+def _weakly(tensors: list[Tensor]) -> list[Any]:
+    return [weakref.ref(tensor) for tensor in tensors]
+
+
+def _are_same(references: list[Any], tensors: list[Any]) -> bool:
+    """Return whether these are the same tensors, or views of the same memory."""
+    old = [reference() for reference in references]
+    if not old or len(old) != len(tensors):
+        return False
+    return all(
+        a is not None and b is not None and a.shape == b.shape and a.data_ptr() == b.data_ptr()
+        for a, b in zip(old, tensors, strict=True)
+    )
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class AveragedWeightsNotRestored(Check):
+    """Training goes on with the weights that were put in for an evaluation.
+
+    Averaged weights (EMA, SWA) were copied into the model, which was then evaluated. They were not
+    replaced by the trained ones afterwards: each evaluation throws training back.
+
+    Bug:
+        ema.copy_to(model.parameters())
+        evaluate(model)  # ema.restore(...) is missing
+
+    Fix:
+        Copy the trained weights back after the evaluation, or evaluate a copy of the model.
+
+    Ignore:
+        When training is meant to go on from other weights.
+    """
+
+    id = "averaged-weights-not-restored"
+    rule = 4
+    severity = "warning"
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(report)
+        self._watched: _WeightSample | None = None
+        self._stepped: Tensor | None = None  # a sample after the latest step
+        self._evaluated: Tensor | None = None
+        self._steps_compared = 0
+        self._is_changed_otherwise = False
+
+    def on_train_start(self, view: TrainingView) -> None:
+        """Choose the last matrix that an optimizer has."""
+        optimized = view.optimized()
+        for place in view.parameters:
+            is_plain = place.tensor.ndim > 1 and place.tensor.is_contiguous()
+            if id(place.tensor) in optimized and is_plain:
+                self._watched = _WeightSample(place.name, place.tensor)
+
+    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
+        """Keep a sample of the trained weights."""
+        self._evaluated = None
+        if self._watched is not None:
+            self._stepped = self._watched.copy()
+
+    def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
+        """Sample the weights that are evaluated, and those with which training goes on."""
+        stepped, watched = self._stepped, self._watched
+        if stepped is None or watched is None or self._is_changed_otherwise:
+            return
+        if not call.has_gradients:
+            self._evaluated = watched.copy()
+            return
+        evaluated = self._evaluated
+        self._evaluated = self._stepped = None
+        if evaluated is not None:
+            now = watched.copy()
+            tensors = [(evaluated != stepped).sum(), (now != evaluated).sum()]
+            view.read(tensors, self._judge, view, watched.name, len(now))
+        elif view.is_due:
+            now = watched.copy()
+            view.read([(now != stepped).sum()], self._judge_step)
+
+    def _judge_step(self, numbers: list[float]) -> None:
+        """Note whether somebody changes weights between steps: clipping, masks, slow weights."""
+        self._steps_compared += 1
+        self._is_changed_otherwise |= bool(numbers[0])
+
+    def on_optimizer_made(self, view: TrainingView, optimizer: Any) -> None:
+        """Forget the sample: a new stage, or another client's turn, begins."""
+        self._stepped = None
+
+    def on_file_loaded(self, view: TrainingView, loaded: Any) -> None:
+        """Forget the sample: training goes back to a checkpoint."""
+        self._stepped = None
+
+    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
+        """Forget the sample where the optimizer goes back, too."""
+        if not isinstance(target, nn.Module):
+            self._stepped = None
+
+    def on_checkpoint_load(self, view: TrainingView) -> None:
+        """Forget the sample: training goes back to a checkpoint."""
+        self._stepped = None
+
+    def _judge(self, numbers: list[float], view: TrainingView, name: str, count: int) -> None:
+        replaced, changed = numbers
+        if replaced and not changed and self._steps_compared and not self._is_changed_otherwise:
+            self.find(
+                view,
+                name,
+                f"{replaced:.0f} of {count} sampled weights were replaced before an evaluation, "
+                f"and training goes on with the replaced ones.",
+                "Put the trained weights back after the evaluation, or evaluate a copy.",
+            )
+
+
+class _WeightSample:
+    """The first elements of a parameter; cheap enough to be copied in each step."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self.name, self._parameter = name, parameter
+        self._address = -1
+        self._elements: Tensor | None = None  # shares memory with the parameter
+
+    def copy(self) -> Tensor:
+        """Return the elements as they are now."""
+        address = -1 if is_sharded(self._parameter) else self._parameter.data_ptr()
+        if self._elements is None or address != self._address or address == -1:
+            with torch.no_grad():
+                self._elements = stored_values(self._parameter).detach().reshape(-1)[:_SAMPLE]
+            self._address = address
+        return self._elements.clone()
+
+
+MODE_CHECKS = (
+    ModeNotRestored,
+    TrainingInEvalMode,
+    DropoutInEvaluation,
+    AveragedWeightsNotRestored,
+)
