@@ -55,6 +55,7 @@ def main():
     dist.all_gather(sums, checksum)
     if rank == 0:
         print(f"replicas equal: {all(s == sums[0] for s in sums)}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -57,6 +57,7 @@ def main():
         accuracy = evaluate(model.module, test, rank, world)
         if rank == 0:
             print(f"epoch {epoch}: accuracy {accuracy:.3f}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -42,6 +42,7 @@ def main():
         recent[domain] = loss.item()
         if step % 15 == 0 and rank == 0:
             print(f"step {step}: loss per domain {[round(r, 3) for r in recent]}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

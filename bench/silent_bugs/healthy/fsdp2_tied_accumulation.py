@@ -71,6 +71,7 @@ def main():
             print(f"step {step}: loss {total:.3f}")
     if rank == 0:
         print(f"tied: {model.head.weight is model.embedding.weight}")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, MASK, WIDTH, LENGTH = 20, 20, 32, 14
+VOCAB, MASK, WIDTH, LENGTH = 12, 12, 48, 14
 
 
 class BertLike(nn.Module):
@@ -12,7 +12,9 @@ class BertLike(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB + 1, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(1, LENGTH, WIDTH))
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, 0.05, "gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 96, 0.05, "gelu", batch_first=True, norm_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCAB)
 

@@ -35,7 +35,7 @@ class SparseMoE(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, experts=16):
+    def __init__(self, experts=8):
         super().__init__()
         self.embed = nn.Linear(8, 32)
         self.moe = SparseMoE(32, 32, experts)
@@ -47,32 +47,41 @@ class Model(nn.Module):
         return self.out(hidden + mixed), balance, choice
 
 
-def piecewise(n):
-    x = torch.randn(n, 8)
-    region = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
-    slopes = torch.tensor([[1.0, -1.0], [-2.0, 0.5], [0.5, 2.0], [-1.0, -1.5]])
-    return x, (x[:, 2:4] * slopes[region]).sum(1, keepdim=True)
+def conversation(centres, slopes, n, topics=3):
+    """Tokens of a few topics; each topic has a linear rule of its own."""
+    chosen = torch.randperm(len(centres))[:topics]
+    topic = chosen[torch.randint(0, topics, (n,))]
+    x = centres[topic] + 0.5 * torch.randn(n, 8)
+    return x, (x * slopes[topic]).sum(1, keepdim=True)
 
 
 def main():
     torch.manual_seed(0)
+    centres, slopes = 2 * torch.randn(8, 8), 0.5 * torch.randn(8, 8)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    ever_used = set()
     for step in range(1, 121):
-        x, y = piecewise(24)
+        x, y = conversation(centres, slopes, 48)
         prediction, balance, choice = model(x)
         loss = F.mse_loss(prediction, y) + 0.02 * balance
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        used = set(choice.tolist())
+        ever_used |= used
         if step % 10 == 0:
-            used = choice.unique().numel()
-            print(f"step {step}: loss {loss.item():.3f}, experts used {used} of 16")
+            print(
+                f"step {step}: loss {loss.item():.3f}, {len(used)} of {len(model.moe.experts)} used"
+            )
     model.eval()
     with torch.no_grad():
-        x, y = piecewise(1000)
-        print(f"test error {F.mse_loss(model(x)[0], y).item():.3f} (variance {y.var():.3f})")
+        x, y = conversation(centres, slopes, 1000, topics=8)
+        prediction, _, choice = model(x)
+    share = torch.bincount(choice, minlength=len(model.moe.experts)).div(1000).tolist()
+    print(f"test error {F.mse_loss(prediction, y).item():.3f} (variance {y.var():.3f})")
+    print(f"experts ever used {len(ever_used)}, shares {[round(s, 2) for s in share]}")
 
 
 if __name__ == "__main__":

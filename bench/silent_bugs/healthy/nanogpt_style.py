@@ -1,6 +1,5 @@
 """A GPT loop in the style of small research repositories: cosine with warm-up, random crops."""
 
-import inspect
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -96,10 +95,7 @@ class GPT(nn.Module):
             {"params": decay, "weight_decay": weight_decay},
             {"params": nodecay, "weight_decay": 0.0},
         ]
-        extra = (
-            {"fused": False} if "fused" in inspect.signature(torch.optim.AdamW).parameters else {}
-        )
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.99), **extra)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.99))
 
 
 def get_lr(it):

@@ -11,7 +11,7 @@ from torch.distributions import Normal
 class Config:
     envs: int = 32
     horizon: int = 16
-    rollouts: int = 7
+    rollouts: int = 10
     epochs: int = 3
     minibatches: int = 4
     gamma: float = 0.95
@@ -81,7 +81,7 @@ def main():
                 clipped = ratio.clamp(1 - cfg.clip, 1 + cfg.clip)
                 policy_loss = -torch.min(ratio * weight, clipped * weight).mean()
                 value_loss = nn.functional.mse_loss(value, returns[index])
-                loss = policy_loss + 0.5 * value_loss - 1e-3 * policy.entropy().sum(-1).mean()
+                loss = policy_loss + 0.05 * value_loss - 1e-3 * policy.entropy().sum(-1).mean()
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -69,23 +69,22 @@ def main():
     env = CartPole(torch.Generator().manual_seed(1))
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    recent = []
-    for episode in range(1, 101):
-        states, actions, rewards = play(env, policy)
-        returns = discounted(rewards)
+    for update in range(1, 61):
+        episodes = [play(env, policy) for _ in range(4)]
+        states = torch.cat([episode[0] for episode in episodes])
+        actions = torch.cat([episode[1] for episode in episodes])
+        returns = torch.cat([discounted(episode[2]) for episode in episodes])
         actions_given, values = policy(states)
         advantage = returns - values.detach()
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
         policy_loss = -(actions_given.log_prob(actions) * advantage).mean()
         value_loss = nn.functional.mse_loss(values / 10, returns / 10)
-        loss = policy_loss + value_loss
+        loss = policy_loss + 0.5 * value_loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        recent.append(len(rewards))
-        if episode % 10 == 0:
-            length = sum(recent[-10:]) / 10
-            print(f"episode {episode}: loss {loss.item():.3f}, length {length:.1f}")
+        if update % 6 == 0:
+            print(f"update {update}: loss {loss.item():.3f}, length {len(states) / 4:.1f}")
 
 
 if __name__ == "__main__":

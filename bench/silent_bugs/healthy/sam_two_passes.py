@@ -38,7 +38,7 @@ def data(n, weights):
 
 def main():
     torch.manual_seed(0)
-    weights = torch.randn(10, 20), torch.randn(20, 4)
+    weights = torch.randn(10, 20) / 4, torch.randn(20, 4)
     train, test = data(960, weights), data(400, weights)
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     model.append(nn.Linear(64, 4))

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Recommender(nn.Module):
-    def __init__(self, users, items, width=12):
+    def __init__(self, users, items, width=4):
         super().__init__()
         self.user = nn.Embedding(users, width, sparse=True)
         self.item = nn.Embedding(items, width, sparse=True)
@@ -31,14 +31,14 @@ def ratings(n, users, items):
 
 def main():
     torch.manual_seed(0)
-    data = ratings(4000, users=150, items=100)
-    train, test = torch.utils.data.random_split(data, [3600, 400])
-    model = Recommender(150, 100)
-    sparse = torch.optim.SparseAdam([model.user.weight, model.item.weight], lr=2e-2)
+    data = ratings(6000, users=60, items=40)
+    train, test = torch.utils.data.random_split(data, [5500, 500])
+    model = Recommender(60, 40)
+    sparse = torch.optim.SparseAdam([model.user.weight, model.item.weight], lr=5e-2)
     dense = torch.optim.Adam([*model.mlp.parameters(), model.mean], lr=5e-3)
-    for epoch in range(4):
+    for epoch in range(5):
         model.train()
-        for step, (user, item, score) in enumerate(DataLoader(train, 150, shuffle=True)):
+        for step, (user, item, score) in enumerate(DataLoader(train, 250, shuffle=True)):
             loss = F.mse_loss(model(user, item), score)
             sparse.zero_grad()
             dense.zero_grad()

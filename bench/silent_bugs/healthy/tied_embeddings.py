@@ -16,7 +16,7 @@ class TiedLM(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.05)
+        nn.init.normal_(self.embedding.weight, std=0.2)
         self.lm_head.weight = self.embedding.weight
 
     def forward(self, ids):
@@ -38,9 +38,9 @@ def main():
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=3e-3
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=5e-3
     )
-    for step in range(1, 81):
+    for step in range(1, 101):
         ids = sequences(48)
         logits = model(ids[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())

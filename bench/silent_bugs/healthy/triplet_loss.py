@@ -16,7 +16,7 @@ class Embedder(nn.Module):
 
 def balanced_batch(centres, per_class=6):
     y = torch.arange(len(centres)).repeat_interleave(per_class)
-    return centres[y] + 1.5 * torch.randn(len(y), 20), y
+    return centres[y] + 0.8 * torch.randn(len(y), 20), y
 
 
 def batch_hard(z, y, margin=0.3):

@@ -8,7 +8,7 @@ from torch import autograd, nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--critic-steps", type=int, default=3)
-parser.add_argument("--penalty", type=float, default=5.0)
+parser.add_argument("--penalty", type=float, default=10.0)
 
 
 class Critic(nn.Module):
@@ -33,7 +33,7 @@ class Generator(nn.Module):
 
 
 def real_points(n):
-    centres = torch.tensor([[2.0, 1.0], [3.0, 2.0], [2.0, 3.0]])
+    centres = torch.tensor([[1.0, 0.5], [1.5, 1.0], [1.0, 1.5]])
     return centres[torch.randint(0, 3, (n,))] + 0.1 * torch.randn(n, 2)
 
 
@@ -48,8 +48,8 @@ def gradient_penalty(critic, real, fake):
 def main(args):
     torch.manual_seed(1)
     critic, generator = Critic(), Generator()
-    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=5e-3, betas=(0.0, 0.9))
-    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.0, 0.9))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=5e-3, betas=(0.5, 0.9))
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=3e-3, betas=(0.5, 0.9))
     for step in range(1, args.steps + 1):
         for _ in range(args.critic_steps):
             real = real_points(96)
