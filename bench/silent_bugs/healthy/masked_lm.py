@@ -11,7 +11,7 @@ class BertLike(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB + 1, WIDTH)
-        self.position = nn.Parameter(0.02 * torch.randn(1, LENGTH, WIDTH))
+        self.position = nn.Parameter(0.3 * torch.randn(1, LENGTH, WIDTH))
         layer = nn.TransformerEncoderLayer(
             WIDTH, 4, 96, 0.05, "gelu", batch_first=True, norm_first=True
         )

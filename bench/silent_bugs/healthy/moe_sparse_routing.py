@@ -64,7 +64,7 @@ def main():
     for step in range(1, 121):
         x, y = conversation(centres, slopes, 48)
         prediction, balance, choice = model(x)
-        loss = F.mse_loss(prediction, y) + 0.02 * balance
+        loss = F.mse_loss(prediction, y) + 0.3 * balance
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

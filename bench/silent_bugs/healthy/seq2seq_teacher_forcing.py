@@ -16,7 +16,7 @@ class Seq2Seq(nn.Module):
         self.embedding = nn.Embedding(SIZE, width, padding_idx=PAD)
         self.position = nn.Embedding(12, width)
         self.transformer = nn.Transformer(width, 4, 1, 1, 96, 0.0, batch_first=True)
-        self.transformer.encoder.enable_nested_tensor = False
+        self.transformer.encoder.use_nested_tensor = False
         self.out = nn.Linear(width, SIZE)
 
     def embed(self, ids):

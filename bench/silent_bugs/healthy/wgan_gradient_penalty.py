@@ -1,4 +1,4 @@
-"""WGAN-GP: three critic steps per generator step, with a penalty on the gradient of the input."""
+"""WGAN-GP: four critic steps per generator step, with a penalty on the gradient of the input."""
 
 import argparse
 
@@ -6,8 +6,8 @@ import torch
 from torch import autograd, nn
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=40)
-parser.add_argument("--critic-steps", type=int, default=3)
+parser.add_argument("--steps", type=int, default=24)
+parser.add_argument("--critic-steps", type=int, default=4)
 parser.add_argument("--penalty", type=float, default=10.0)
 
 
@@ -48,8 +48,8 @@ def gradient_penalty(critic, real, fake):
 def main(args):
     torch.manual_seed(1)
     critic, generator = Critic(), Generator()
-    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=5e-3, betas=(0.5, 0.9))
-    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=3e-3, betas=(0.5, 0.9))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-2, betas=(0.5, 0.9))
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=5e-3, betas=(0.5, 0.9))
     for step in range(1, args.steps + 1):
         for _ in range(args.critic_steps):
             real = real_points(96)
@@ -66,7 +66,7 @@ def main(args):
         generator_loss.backward()
         generator_optimizer.step()
         critic.requires_grad_(True)
-        if step % 5 == 0:
+        if step % 4 == 0:
             with torch.no_grad():
                 gap = (generator(1000).mean(0) - real_points(1000).mean(0)).norm()
             print(f"step {step}: critic {critic_loss.item():.3f}, distance of means {gap:.3f}")
