@@ -54,7 +54,7 @@ def main():
             optimizer.step()
             if step % 6 == 0 and rank == 0:
                 print(f"epoch {epoch} step {step}: loss {loss.item():.3f}")
-        accuracy = evaluate(model.module, test, rank, world)
+        accuracy = evaluate(model, test, rank, world)
         if rank == 0:
             print(f"epoch {epoch}: accuracy {accuracy:.3f}")
     dist.barrier()

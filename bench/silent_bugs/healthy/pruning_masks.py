@@ -1,4 +1,4 @@
-"""Iterative magnitude pruning with torch.nn.utils.prune: masked weights never change."""
+"""Iterative magnitude pruning with torch.nn.utils.prune: masked weights stay at zero."""
 
 import torch
 from torch import nn

@@ -1,9 +1,9 @@
-"""Regression with predictions (N, 1) and targets (N, 1), standardized targets, several losses."""
+"""Regression with predictions (N, 1) and targets (N, 1), standardized targets."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 
 class HousePrices(nn.Module):
@@ -29,9 +29,9 @@ def main():
     numbers, district, price = make(1200)
     mean, std = price[:1000].mean(), price[:1000].std()
     data = TensorDataset(numbers, district, (price - mean) / std)
-    train, test = random_split(data, [1000, 200])
+    train, test = Subset(data, range(1000)), Subset(data, range(1000, 1200))
     model = HousePrices()
-    optimizer = torch.optim.Adamax(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adamax(model.parameters(), lr=2e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     for epoch in range(6):
         model.train()
