@@ -102,8 +102,10 @@ class Lint(BuiltIn):
         if view is None:
             return
         self._tell("on_train_end")
-        view.is_due = False  # other ranks may have ended before
+        self._share_findings(view)
+        view.is_due = True
         view.settle(self._judge)
+        view.finish(self._judge)
         self._end()
         self._summarize(trainer, view.steps_seen - 1)
 
@@ -189,10 +191,8 @@ class Lint(BuiltIn):
         view.step = max(step, 1)
         self._repeat(view)
         self._tell("on_step_end")
-        if view.is_due and view.ranks > 1:
-            unsent, self._unsent = self._unsent, []
-            shared = [finding.as_dict() for finding in unsent]
-            view.compare_ranks("findings", shared, self._merge)
+        if view.is_due:
+            self._share_findings(view)
         view.settle(self._judge)
         view.end_step()
         self._hook_modules()
@@ -247,6 +247,11 @@ class Lint(BuiltIn):
         run = getattr(view.trainer, "run", None)
         if run is not None:
             run.event("finding", **finding.as_dict())
+
+    def _share_findings(self, view: TrainingView) -> None:
+        if view.ranks > 1:
+            unsent, self._unsent = self._unsent, []
+            view.compare_ranks("findings", [f.as_dict() for f in unsent], self._merge)
 
     def _merge(self, shared: list[list[dict[str, Any]]]) -> None:
         """Take over what other ranks have found, in rank 0."""

@@ -180,7 +180,7 @@ class BuffersDiffer(Check):
         wrapped = isinstance(view.model, DistributedDataParallel)
         if view.ranks == 1:
             self.left_out = "there is one process"
-        elif wrapped and view.model.broadcast_buffers:
+        elif wrapped and getattr(view.model, "forward_sync_buffers", view.model.broadcast_buffers):
             self.left_out = "DistributedDataParallel broadcasts the buffers"
 
     def on_loss_call(self, view: TrainingView, call: Any) -> None:

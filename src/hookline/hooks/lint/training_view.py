@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.loop.loop import loop_of, processes_of
+from hookline.hooks.lint.rank_exchange import RankExchange
+from hookline.loop.loop import loop_of
 from hookline.loop.model_watch import is_compiled_in_place, models_in
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.name_patterns import module_places
@@ -53,8 +54,8 @@ class TrainingView:
 
     def __init__(self, trainer: Any, model: nn.Module, optimizers: Sequence[Any]) -> None:
         self.trainer, self.model, self.optimizers = trainer, model, list(optimizers)
-        self._processes = processes_of(trainer)
-        self.rank, self.ranks = self._processes.rank, self._processes.size
+        self._exchange = RankExchange()
+        self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
         self.step, self.steps_seen, self.is_due = 1, 1, True
         self._close_until = FIRST_STEPS
         self._places: list[ParameterPlace] = []
@@ -164,11 +165,10 @@ class TrainingView:
         self._reads.append((list(tensors), judge, args))
 
     def compare_ranks(self, key: str, value: Any, judge: Judge) -> None:
-        """Exchange a value with the other ranks in this step; then call `judge(values)`, by rank.
+        """Exchange a value with the other ranks; when all have it, call `judge(values)`, by rank.
 
-        Every rank has to call this in the same step with the same key; a key that one of them does
-        not have is dropped. The value is a number, a text, or a list or dict of these: a judge of
-        `read` may call this. Only in due steps.
+        A key that a rank does not have in the same step is dropped. The value is a number, a text,
+        or a list or dict of these: a judge of `read` may call this. Only in due steps.
         """
         self._exchanges[key] = (value, judge)
 
@@ -180,10 +180,19 @@ class TrainingView:
             for tensors, judge, args in reads:
                 values = [next(numbers) for _ in tensors]
                 guard(judge, (values, *args))
-        exchanges, self._exchanges = self._exchanges, {}
         if self.ranks > 1 and self.is_due:
-            own = {key: value for key, (value, _) in exchanges.items()}
-            everyone = self._processes.gather(own)
-            for key, (_, judge) in exchanges.items():
-                if all(key in each for each in everyone):
-                    guard(judge, ([each[key] for each in everyone],))
+            exchanges, self._exchanges = self._exchanges, {}
+            self._exchange.publish(self.steps_seen, self.step, exchanges)
+        self._judge_ranks(guard)
+
+    def _judge_ranks(self, guard: Callable[[Judge, tuple[Any, ...]], None]) -> None:
+        now = self.step
+        for step, judge, values in self._exchange.receive():
+            self.step = step
+            guard(judge, (values,))
+        self.step = now
+
+    def finish(self, guard: Callable[[Judge, tuple[Any, ...]], None]) -> None:
+        """Judge what other ranks have published until the end."""
+        self._exchange.wait()
+        self._judge_ranks(guard)
