@@ -180,7 +180,7 @@ class BuffersDiffer(Check):
         wrapped = isinstance(view.model, DistributedDataParallel)
         if view.ranks == 1:
             self.left_out = "there is one process"
-        elif wrapped and getattr(view.model, "forward_sync_buffers", view.model.broadcast_buffers):
+        elif wrapped and _broadcasts_buffers(view.model):
             self.left_out = "DistributedDataParallel broadcasts the buffers"
 
     def on_loss_call(self, view: TrainingView, call: Any) -> None:
@@ -317,6 +317,11 @@ def _agreeing(ranks: list[dict[str, Any]], key: str) -> set[str]:
     """Return the names whose values are the same on all ranks."""
     first, *others = (rank[key] for rank in ranks)
     return {name for name in first if all(each.get(name) == first[name] for each in others)}
+
+
+def _broadcasts_buffers(model: Any) -> bool:
+    older = getattr(model, "broadcast_buffers", True)
+    return bool(getattr(model, "forward_sync_buffers", older))
 
 
 def _is_inside_unused_wrapper(model: nn.Module) -> bool:
