@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from every_loop import LOOPS
 from lint_loops import Layers, batch, ids, layers, lint, loss_of
 from loops import batches, make_trainer
 from torch import Tensor, nn
@@ -617,6 +619,14 @@ def test_short_times_with_rate_zero_are_no_finding(rate: Any) -> None:
     assert _with_rates(rate, 40) == []
 
 
+@pytest.mark.parametrize(("steps", "count"), [(60, 0), (210, 1)])
+def test_an_epoch_at_the_start_of_a_schedule_may_have_rate_zero(steps: int, count: int) -> None:
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: min(1.0, epoch / 3))
+    assert ids(lint(model, optimizer, steps=steps)) == ["learning-rate-zero"] * count
+
+
 # -- loops -----------------------------------------------------------------------------------------
 
 
@@ -628,6 +638,14 @@ def test_the_trainer_is_looked_at(is_complete: bool) -> None:
     hook = hookline.Lint()
     make_trainer(hook, model=model, optimizers=optimizer, loss_fn=F.mse_loss).fit(batches(6))
     assert ids(hook.findings) == ["parameter-not-in-optimizer"] * (not is_complete)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_healthy_training_in_every_loop_is_no_finding(name: str, tmp_path: Path) -> None:
+    hook = hookline.Lint()
+    LOOPS[name]([hook], tmp_path)
+    assert hook.findings == []
+    assert hook.left_out == {}
 
 
 def test_weights_are_the_same_with_lint() -> None:

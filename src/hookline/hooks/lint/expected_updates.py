@@ -17,7 +17,7 @@ from hookline.tensors.sharded import is_sharded
 EXACT = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """The optimizers whose updates are computed; a subclass may do anything."""
 
-MAX_LOOKED_AT = 16  # parameters in a step; others have their turn in the next ones
+MAX_LOOKED_AT = 8  # parameters in a step; others have their turn in the next ones
 
 
 @dataclass(eq=False)

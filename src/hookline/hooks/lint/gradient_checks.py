@@ -233,7 +233,7 @@ class ClippedWhileScaled(Check):
     def __init__(self, report: Any) -> None:
         super().__init__(report)
         self._scaler: Any = None
-        self._clipped: dict[int, float] = {}  # by optimizer: the limit
+        self._clipped: set[int] = set()  # optimizers
 
     def on_loss_scaled(self, view: TrainingView, scaler: Any) -> None:
         """Keep the scaler."""
@@ -245,28 +245,29 @@ class ClippedWhileScaled(Check):
             return
         for optimizer in _optimizers_of(view, call):
             if _stage(self._scaler, optimizer) is OptState.READY:
-                self._clipped[id(optimizer)] = call.max_norm or 0.0
+                self._clipped.add(id(optimizer))
             else:
-                self._clipped.pop(id(optimizer), None)
+                self._clipped.discard(id(optimizer))
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """See whether the scaler has unscaled them since."""
-        limit = self._clipped.pop(id(optimizer), None)
+        if id(optimizer) not in self._clipped:
+            return
+        self._clipped.discard(id(optimizer))
         scale = getattr(self._scaler, "_scale", None)
         is_fused = getattr(optimizer, "grad_scale", None) is not None
-        if limit is None or not isinstance(scale, Tensor):
-            return
-        if is_fused or _stage(self._scaler, optimizer) is OptState.UNSCALED:
-            view.read([scale], self._judge, view, type(optimizer).__name__, limit)
+        is_unscaled = is_fused or _stage(self._scaler, optimizer) is OptState.UNSCALED
+        if is_unscaled and isinstance(scale, Tensor):
+            view.read([scale], self._judge, view, type(optimizer).__name__)
 
-    def _judge(self, numbers: list[float], view: TrainingView, name: str, limit: float) -> None:
+    def _judge(self, numbers: list[float], view: TrainingView, name: str) -> None:
         scale = numbers[0]
         if scale != 1:
             self.find(
                 view,
                 name,
                 f"Gradients were clipped while they were multiplied by {scale:g}, and unscaled "
-                f"afterwards: the limit of {limit:g} acts like {limit / scale:.3g}.",
+                f"afterwards: a limit of 1 acts like {1 / scale:.3g}.",
                 "Call scaler.unscale_(optimizer) before the clipping function.",
             )
 
@@ -568,7 +569,7 @@ def _sum(view: TrainingView, gradient: Tensor | None) -> Tensor:
 
 def _limits(call: ClipCall) -> bool:
     """Return whether a call clips; some loops ask for the norm only."""
-    return call.max_norm is None or call.max_norm < 1e8
+    return not isinstance(call.max_norm, float | int) or call.max_norm < 1e8
 
 
 def _optimizers_of(view: TrainingView, call: ClipCall) -> list[Any]:

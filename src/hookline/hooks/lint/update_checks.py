@@ -844,6 +844,11 @@ class LearningRateZero(Check):
         super().__init__(report)
         self._zero: dict[int, int] = {}
         self._positive: dict[int, int] = {}
+        self._scheduled = 0
+
+    def on_scheduler_step(self, view: TrainingView, scheduler: Any) -> None:
+        """Count: a schedule by epochs may start with a whole epoch at 0."""
+        self._scheduled += 1
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Count steps with a rate of 0."""
@@ -855,7 +860,8 @@ class LearningRateZero(Check):
                 return
         count = self._zero[id(optimizer)] = self._zero.get(id(optimizer), 0) + 1
         positive = self._positive.get(id(optimizer), 0)
-        if count < max(2 * FIRST_STEPS, positive // 10):
+        may_rise = not positive and self._scheduled < _IN_A_ROW and _has_schedule(optimizer)
+        if count < max((20 if may_rise else 2) * FIRST_STEPS, positive // 10):
             return
         when = f", after {positive} steps with a positive one" if positive else " from the start"
         self.find(
@@ -866,6 +872,10 @@ class LearningRateZero(Check):
             "per optimizer step.",
             severity="error" if positive else "warning",
         )
+
+
+def _has_schedule(optimizer: Any) -> bool:
+    return any("initial_lr" in group for group in optimizer.param_groups)
 
 
 # -- parameters and optimizers ---------------------------------------------------------------------
