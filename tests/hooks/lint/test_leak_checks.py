@@ -135,6 +135,36 @@ def test_models_that_see_what_they_may_see_are_not_found(case):
     assert not lint_steps(model, loss_of, 3)
 
 
+def test_a_decoder_may_see_its_whole_source():
+    class Repeats(Attention):
+        def forward(self, source, tokens):
+            return super().forward(tokens) + self.head(self.embed(source).mean(1, keepdim=True))
+
+    model = Repeats()
+
+    def loss_of(step):
+        ids = tokens(step)  # an autoencoder: the source is the text itself
+        logits = model(ids[:, :-1], ids[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    assert not lint_steps(model, loss_of, 3)
+
+
+def test_labels_among_the_inputs_are_no_source():
+    class WithLabels(Attention):
+        def forward(self, x, y):
+            return super().forward(x)
+
+    model = WithLabels(causal=False)
+
+    def loss_of(step):
+        ids = tokens(step)
+        logits = model(ids[:, :-1], ids[:, 1:])
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    assert set(lint_steps(model, loss_of, 3)) == {"output-depends-on-later-token"}
+
+
 def test_active_checks_change_nothing():
     weights = []
     for hooks in ([hookline.Lint()], [hookline.Lint(active=False)], []):

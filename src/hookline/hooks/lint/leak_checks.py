@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.token_labels import aligned, is_any_shifted_by, other_tokens, token_ids
+from hookline.hooks.lint.token_labels import (
+    aligned,
+    are_targets,
+    is_any_shifted_by,
+    is_shifted_by,
+    other_tokens,
+    token_ids,
+    token_inputs,
+)
 from hookline.hooks.lint.torch_watch import LoadedBatch
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
@@ -86,13 +94,14 @@ class OutputDependsOnLaterToken(Check):
         if ids is None or found is None:
             return
         before, after, middle = found
+        others = token_inputs(call.inputs)[1:]  # a translation may see its whole source
         targets = [aligned(target, ids) for target in call.targets]
         for target in (each for each in targets if each is not None):
             width = min(middle, target.shape[1])
             has_label = target[:, :width] >= 0
             view.read(
                 [
-                    is_any_shifted_by(1, [target], ids),
+                    is_shifted_by(1, target, ids) & are_targets(others, call.targets),
                     repeats(before, token_outputs(call.repeated_outputs, ids)),
                     difference(before[:, :width], after[:, :width], has_label),
                 ],

@@ -9,18 +9,45 @@ from torch import Tensor
 
 _MIN_TOKENS = 4  # in a sequence
 _MIN_COMPARED = 8
-_OTHER_INPUTS = ("mask", "position", "type", "label", "target", "segment", "doc", "seq", "length")
+_OTHER_INPUTS = (
+    *("mask", "position", "type", "label", "target", "segment", "doc_", "document", "length"),
+    *("seq_id", "seq_len", "sequence_id"),
+)
+
+
+def token_inputs(inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return what may be token numbers among a model's inputs, of shape (samples, tokens)."""
+    return [
+        tensor
+        for name, tensor in inputs.items()
+        if not any(part in name for part in _OTHER_INPUTS)
+        and not tensor.is_floating_point()
+        and tensor.dtype != torch.bool
+        and tensor.ndim == 2
+        and tensor.shape[1] >= _MIN_TOKENS
+    ]
 
 
 def token_ids(inputs: dict[str, Tensor]) -> Tensor | None:
-    """Return the token numbers among a model's inputs, of shape (samples, tokens), or None."""
-    for name, tensor in inputs.items():
-        if any(part in name for part in _OTHER_INPUTS):
-            continue
-        is_whole = not tensor.is_floating_point() and tensor.dtype != torch.bool
-        if is_whole and tensor.ndim == 2 and tensor.shape[1] >= _MIN_TOKENS:
-            return tensor
-    return None
+    """Return the token numbers that come first, or None."""
+    return next(iter(token_inputs(inputs)), None)
+
+
+def are_targets(tensors: Iterable[Tensor], targets: Iterable[Tensor]) -> Tensor:
+    """Return whether each tensor is one of the targets, whatever its shape."""
+    targets = list(targets)
+    found = [
+        torch.stack(
+            [
+                (tensor.flatten() == target.flatten()).all()
+                for target in targets
+                if target.numel() == tensor.numel() and target.device == tensor.device
+            ]
+            or [torch.zeros((), dtype=torch.bool)]
+        ).any()
+        for tensor in tensors
+    ]
+    return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
 
 
 def aligned(target: Tensor, ids: Tensor) -> Tensor | None:
