@@ -19,8 +19,8 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
-from hookline.checkpoint.state_tree import Encoder
-from hookline.checkpoint.writer import SharedSave, SharedSaves
+from hookline.checkpoint.saver import SharedSave, SharedSaves
+from hookline.checkpoint.snapshot import Encoder
 from hookline.config.trainer_config import CheckpointConfig
 from hookline.context import LazyFloat
 from hookline.dispatch import HookManager
@@ -126,6 +126,18 @@ class Checkpoints:
         if wait and together:  # otherwise the ranks hear of it when they agree
             self.broadcast_saved()
         return saved
+
+    def save_while_ending(
+        self, request: SaveRequest, extra: Mapping[str, Any] | None = None
+    ) -> Path | None:
+        """Save what a hook asks for in `on_train_end`; see `serve_end`."""
+        if not self.ranks.processes.is_main:
+            self.requests.checkpoint(request)
+            return None
+        self.extra = dict(extra or {})
+        (request,) = self.with_folders([request], in_all_ranks=False)
+        self.ranks.processes.broadcast([request])  # to the others, which wait for it
+        return self.save([request], wait=True)
 
     def save_after_crash(self, folder: Path) -> None:
         """Save the state after an exception, in this rank alone."""

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.arguments import check_name, show_value
 from hookline.checkpoint.differences import fit_checkpoint
-from hookline.checkpoint.state_tree import Encoder, decode
+from hookline.checkpoint.snapshot import Encoder, decode
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
 from hookline.loop.event_context import EventContext

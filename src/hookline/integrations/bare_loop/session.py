@@ -50,7 +50,7 @@ from hookline.errors import (
     StopTraining,
     listed,
 )
-from hookline.files.plain_names import is_plain_name
+from hookline.files import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.data_watch import DataWatch
 from hookline.integrations.bare_loop.generation import GenerationWatch

@@ -83,7 +83,6 @@ class SessionSaves:
         checkpoint has the state of each.
         """
         loop, checkpoints = self._loop, self._loop.checkpoints
-        processes = loop.ranks.processes
         if self._is_together and loop.context.status in ("error", "interrupted"):
             log.warning(
                 "A checkpoint was requested and is not saved: the loop ended with an exception, "
@@ -91,19 +90,13 @@ class SessionSaves:
             )
             return None
         if checkpoints.is_serving_end:
-            if not processes.is_main:
-                loop.requests.checkpoint(request)
-                return None
-            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
-            processes.broadcast([request])  # with the others, which wait for it
-            checkpoints.extra = dict(extra)
-            return checkpoints.save([request], wait=True)
+            return checkpoints.save_while_ending(request, extra)
         if self._is_together:
             wait_for_ranks("save_checkpoint")
             together = True
         else:
             together = not self._has_ended and loop.ranks.begin_save()
-        if not together and not processes.is_main:
+        if not together and not loop.ranks.processes.is_main:
             return None
         self.save_requested()
         self._watch.warn_of_waiting_gradients()
