@@ -22,7 +22,7 @@ from hookline.checkpoint import CheckpointSaver, SaveResult
 from hookline.checkpoint.saver import SharedSave, SharedSaves
 from hookline.checkpoint.snapshot import Encoder
 from hookline.config.trainer_config import CheckpointConfig
-from hookline.context import LazyFloat
+from hookline.context import numbers_in
 from hookline.dispatch import HookManager
 from hookline.errors import CheckpointError, HooklineError
 from hookline.hook import HookGroup
@@ -61,7 +61,6 @@ class Checkpoints:
     record: Record
     ranks: RankSync
     state: LoopState
-    weights: Callable[[], Mapping[str, Any]]
     no_folder: HooklineError
     is_sharded: bool
 
@@ -197,7 +196,8 @@ class Checkpoints:
             **further,
         }
         sync = [] if run is None else [run.metrics_file]
-        return {"model": self.weights(), "state": state, "info": info, "sync": sync}
+        weights = self.state.model.state_dict()
+        return {"model": weights, "state": state, "info": info, "sync": sync}
 
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, so that the first save does not.
@@ -398,12 +398,3 @@ class Checkpoints:
             self.report(wait=True)
         finally:
             self._saver.close()
-
-
-def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among values, read from the device."""
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float | LazyFloat)
-    }

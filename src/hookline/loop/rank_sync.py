@@ -102,7 +102,7 @@ class RankSync:
             )
 
     def _read_status(self) -> dict[str, bool]:
-        return {info.name: info.status == "enabled" for info in self._hooks.describe()}
+        return {name: status == "enabled" for name, status in self._hooks.statuses().items()}
 
     def _schedule_norm(self) -> None:
         """Agree on when the norm is computed; not a collective without sharded parameters."""

@@ -125,7 +125,6 @@ def _restore(trainer: Trainer, checkpoint: Checkpoint, *, advice: str, strict: b
     """Restore a trainer from a checkpoint, after comparing all of it; return what was loaded."""
     return trainer.loop.state.restore_checkpoint(
         checkpoint,
-        trainer.model,
         trainer.strategy.processes,
         what=f"this trainer and its {type(trainer.model).__name__}",
         advice=advice,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hookline.context import numbers_in
 from hookline.errors import CheckpointError, TrainingError, listed
-from hookline.loop.checkpoints import numbers_in
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.random_state import (
     describe_failure,

@@ -246,7 +246,6 @@ class Trainer:
             Record(None),
             self.config.checkpoints,
             attributes=SavedAttributes(self),
-            weights=self.model.state_dict,
             no_folder=TrainingError(
                 "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
                 "`runs` in the configuration."
@@ -254,8 +253,8 @@ class Trainer:
             processes=self.strategy.processes,
             is_sharded=self.strategy.is_sharded,
         )
-        loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
-        loop.state.scaler = self.strategy.scaler
+        loop.state.model, loop.state.optimizers = self.model, self.optimizers
+        loop.state.schedulers, loop.state.scaler = self.schedulers, self.strategy.scaler
         loop.state.add_items = partial(make_items, self)
         return loop
 

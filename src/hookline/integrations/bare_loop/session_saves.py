@@ -28,7 +28,7 @@ from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
-from hookline.loop.model_watch import ModelCallback, ModelGroup, is_compiled_in_place, models_in
+from hookline.loop.model_watch import ModelCallback, is_compiled_in_place, models_in
 from hookline.loop.processes import (
     SingleProcessGroup,
     broadcast_from_main,
@@ -169,7 +169,6 @@ class SessionSaves:
     def load(self, path: Path, *, strict: bool) -> tuple[Checkpoint, LoadedCheckpoint]:
         """Restore the loop's objects from a checkpoint."""
         loop = self._loop
-        model, device = unwrapped(loop.context.model), device_of(loop.context.model)
         checkpoint = load_checkpoint(path)
         check_session_state(checkpoint)
         state = checkpoint.state
@@ -181,7 +180,6 @@ class SessionSaves:
             processes = self._loading_ranks(len(state["ranks"]))
         checkpoint = loop.state.restore_checkpoint(
             checkpoint,
-            model,
             processes,
             what=f"this {type(loop.context.model).__name__}",
             advice="Attach the model, the optimizers and the schedulers that it was saved with, "
@@ -191,6 +189,7 @@ class SessionSaves:
         loop.context.validated = dict(checkpoint.info.get("metrics") or {})
         state = checkpoint.state
         extra, random = state.get("extra", {}), state.get("random")
+        device = device_of(loop.context.model)
         loaded = LoadedCheckpoint(path, state["step"], state["epoch"], extra, random, device)
         return checkpoint, loaded
 
@@ -305,15 +304,3 @@ class _StepBoundary:
         if get_ident() == self._thread:
             self.stop()
             self._saves.save_requested()
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP and `torch.compile`, whose weights have the model's own names."""
-    if isinstance(model, ModelGroup):
-        inner_models = [unwrapped(each) for each in model]
-        are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
-        return model if are_own else ModelGroup(inner_models, list(model._modules))
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    return model if inner is model else unwrapped(inner)
