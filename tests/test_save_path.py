@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -87,7 +87,7 @@ class Trace:
 
 
 @contextmanager
-def traced() -> Iterator[Trace]:
+def traced() -> Generator[Trace]:
     trace, before = Trace(), sys.getprofile()
     gc.disable()  # what it would free is not part of the save
     threading.setprofile(trace)
