@@ -91,7 +91,7 @@ class RankSync:
 
     def _check_updates(self) -> None:
         """Raise, in all processes, if they have different updates: their weights would differ."""
-        own = [info.name for info in self._hooks.describe() if info.kind == "update"]
+        own = [name for name, *_ in self._hooks.of_kind("update")]
         gathered = self.processes.gather(own)
         other = next((r for r, names in enumerate(gathered) if names != gathered[0]), None)
         if other is not None:
