@@ -24,7 +24,7 @@ from torch import nn
 
 from bench.harness import Row, Spread
 from hookline.checkpoint import CheckpointSaver
-from hookline.checkpoint.writer import SharedSaves
+from hookline.checkpoint.saver import SharedSaves
 from hookline.loop.processes import ProcessGroup
 from hookline.tensors.sharded import local
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.checkpoint import load_checkpoint
-from hookline.checkpoint.tensor_files import TensorBuffer
+from hookline.checkpoint.snapshot import TensorBuffer
 
 pytestmark = pytest.mark.gpu
 

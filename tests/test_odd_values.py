@@ -34,7 +34,7 @@ import hookline
 from hookline.cli.app import app
 from hookline.config_files import load_training
 from hookline.errors import TrainingError
-from hookline.files.limits import FileLimits
+from hookline.files import FileLimits
 from hookline.hooks.metric_lookup import metric_value
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.rank_sync import StepRecords

@@ -36,7 +36,7 @@ _MODULES = {
         *("UnknownHookError", "UnknownMetricError"),
     ),
     "events": ("EVENTS",),
-    "files.limits": ("file_limits",),
+    "files": ("file_limits",),
     "hook": ("ForwardHook", "Hook", "UpdateHook"),
     "hooks.checkpointing.checkpoint_hook": ("CheckpointHook",),
     "hooks.checkpointing.model_checkpoint": ("ModelCheckpoint",),

@@ -43,7 +43,7 @@ from hookline.errors import UnknownEventError as UnknownEventError
 from hookline.errors import UnknownHookError as UnknownHookError
 from hookline.errors import UnknownMetricError as UnknownMetricError
 from hookline.events import EVENTS as EVENTS
-from hookline.files.limits import file_limits as file_limits
+from hookline.files import file_limits as file_limits
 from hookline.hook import ForwardHook as ForwardHook
 from hookline.hook import Hook as Hook
 from hookline.hook import UpdateHook as UpdateHook

@@ -143,6 +143,15 @@ def read_lazy(value: Any) -> Any:
     return value.item() if _is_scalar_tensor(value) else value
 
 
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among values, read from the device."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float | LazyFloat)
+    }
+
+
 def _is_scalar_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")  # not imported: there are no tensors
     return torch is not None and isinstance(value, torch.Tensor) and value.numel() == 1

@@ -35,7 +35,7 @@ from hookline.checkpoint import (
 from hookline.checkpoint.catalog import scan_checkpoints
 from hookline.checkpoint.contents import read_contents
 from hookline.checkpoint.retention import Retention, remove_checkpoint
-from hookline.files.limits import file_limits
+from hookline.files import file_limits
 from hookline.hooks.checkpointing.upload import Bundle, Destination
 from hookline.runs.checkpoint_reader import get_last_checkpoint
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from hookline.checkpoint import load_checkpoint
 from hookline.checkpoint.catalog import read_manifest
-from hookline.checkpoint.tensor_files import TensorBuffer, read_tensors
-from hookline.checkpoint.writer import CheckpointWriter
+from hookline.checkpoint.saver import CheckpointWriter
+from hookline.checkpoint.snapshot import TensorBuffer
+from hookline.checkpoint.tensor_files import read_tensors
 from hookline.errors import CheckpointError
 from hookline.tensors.sharded import Shard
 

@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hookline.errors import ConfigError
-from hookline.files.limits import FileLimits
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import FileRefusedError, open_handle, read_regular_file
+from hookline.files import (
+    FileLimits,
+    FileRefusedError,
+    is_plain_name,
+    open_handle,
+    read_regular_file,
+)
 from hookline.printable import escape_controls, printable
 
 BIDI_MARKS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"

@@ -27,8 +27,7 @@ from typer.main import get_command
 import hookline
 from hookline.cli.app import app
 from hookline.errors import HooklineError, RunError
-from hookline.files.limits import file_limits
-from hookline.files.strict_json import parse_json
+from hookline.files import file_limits, parse_json
 from hookline.runs import Run, diff_runs, lease, open_run, read_records
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.jsonable import to_jsonable

@@ -211,7 +211,7 @@ def end_together(folder: Path) -> dict[str, Any]:
 
 def fail_part(folder: Path, **fields: Any) -> dict[str, Any]:
     """The second save fails in rank 1; training goes on, and the first checkpoint stays."""
-    from hookline.checkpoint.writer import ShardWriter
+    from hookline.checkpoint.saver import ShardWriter
 
     write_file, saves = ShardWriter._write_file, []
 

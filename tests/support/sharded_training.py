@@ -181,7 +181,7 @@ def accelerate(folder: Path) -> dict[str, Any]:
 
 def save_slowly(folder: Path) -> None:
     """A training whose second save takes long, for a signal during it; or that run, resumed."""
-    from hookline.checkpoint.writer import CheckpointWriter
+    from hookline.checkpoint.saver import CheckpointWriter
 
     runs = list(folder.glob("2*"))
     torch.distributed.init_process_group("gloo")

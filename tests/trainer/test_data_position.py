@@ -21,9 +21,9 @@ from torch.utils.data import (
 import hookline
 from hookline import CheckpointError, TrainingError
 from hookline.config.trainer_config import MixConfig
-from hookline.trainer import data_position
-from hookline.trainer.data_position import DataPosition
+from hookline.trainer import position as data_position
 from hookline.trainer.data_stream import Stream
+from hookline.trainer.position import DataPosition
 
 
 class RandomTransform(TensorDataset):

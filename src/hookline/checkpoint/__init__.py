@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     )
     from hookline.checkpoint.differences import describe_differences, select_fitting
     from hookline.checkpoint.folder import Checkpoint, load_checkpoint, save_checkpoint
-    from hookline.checkpoint.saver import CheckpointSaver
-    from hookline.checkpoint.writer import SaveResult
+    from hookline.checkpoint.saver import CheckpointSaver, SaveResult
 
 __all__ = [
     "FORMAT_VERSION",
@@ -42,8 +41,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "folder": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
         "catalog": ("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
-        "writer": ("SaveResult",),
-        "saver": ("CheckpointSaver",),
+        "saver": ("CheckpointSaver", "SaveResult"),
         "differences": ("describe_differences", "select_fitting"),
     },
 )

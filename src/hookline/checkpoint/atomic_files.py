@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from hookline.files.regular_files import open_handle
+from hookline.files import open_handle
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 
 if TYPE_CHECKING:

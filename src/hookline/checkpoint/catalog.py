@@ -21,10 +21,15 @@ import xxhash
 from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.errors import CheckpointError, listed
-from hookline.files.limits import file_limits
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import count_hole_bytes, open_regular_file, read_regular_file
-from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
+from hookline.files import (
+    MAX_STATE_DEPTH,
+    count_hole_bytes,
+    file_limits,
+    is_plain_name,
+    open_regular_file,
+    parse_json,
+    read_regular_file,
+)
 
 log = logging.getLogger("hookline")
 

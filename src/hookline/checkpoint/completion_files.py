@@ -22,7 +22,7 @@ from hookline.checkpoint.catalog import (
     is_checkpoint,
     read_json,
 )
-from hookline.files.limits import file_limits
+from hookline.files import file_limits
 
 log = logging.getLogger("hookline")
 

@@ -18,8 +18,7 @@ from hookline.checkpoint.catalog import (
     read_manifest,
 )
 from hookline.checkpoint.tensor_header import read_header
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file
+from hookline.files import file_limits, open_regular_file
 
 _DTYPES = {"F": "float", "I": "int", "U": "uint", "C": "complex", "BF": "bfloat"}
 _MAX_SHOWN = 8

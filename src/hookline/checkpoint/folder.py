@@ -30,7 +30,8 @@ from hookline.checkpoint.catalog import (
     read_manifest,
     shard_files,
 )
-from hookline.checkpoint.state_tree import (
+from hookline.checkpoint.saver import CheckpointWriter, SaveResult
+from hookline.checkpoint.snapshot import (
     Decoder,
     SnapshotBuffers,
     decode,
@@ -38,9 +39,8 @@ from hookline.checkpoint.state_tree import (
     encode_state,
 )
 from hookline.checkpoint.tensor_files import read_tensors
-from hookline.checkpoint.writer import CheckpointWriter, SaveResult
 from hookline.errors import CheckpointError
-from hookline.files.limits import file_limits
+from hookline.files import file_limits
 
 
 @dataclass

@@ -39,9 +39,7 @@ from hookline.checkpoint.catalog import (
     read_manifest,
 )
 from hookline.errors import CheckpointError, ConfigError
-from hookline.files.limits import file_limits
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import read_regular_file
+from hookline.files import file_limits, is_plain_name, read_regular_file
 
 log = logging.getLogger("hookline")
 

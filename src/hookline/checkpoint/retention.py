@@ -30,7 +30,7 @@ from hookline.checkpoint.catalog import (
     set_pointer,
 )
 from hookline.errors import CheckpointError, listed
-from hookline.files.limits import file_limits
+from hookline.files import file_limits
 
 log = logging.getLogger("hookline")
 
@@ -388,7 +388,7 @@ class Retention:
 
 def _find_own(path: Path, writer: str, ranking: Mapping[str, Any]) -> RetainedCheckpoint | None:
     """Return the entry of a checkpoint in the writer's state that was saved with it."""
-    from hookline.checkpoint.state_tree import decode  # here, because it imports torch
+    from hookline.checkpoint.snapshot import decode  # here, because it imports torch
 
     try:
         tree = read_json(path / "state.json", file_limits.state_bytes)

@@ -12,8 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from hookline.files.limits import file_limits
-from hookline.files.strict_json import parse_json
+from hookline.files import file_limits, parse_json
 
 _ITEM_SIZES = {  # the dtypes that tensor_files.py writes
     **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},

@@ -21,7 +21,7 @@ from hookline.config_files.tree import (
     format_key,
     format_value,
 )
-from hookline.files.limits import file_limits
+from hookline.files import file_limits
 from hookline.masking import remember_secrets
 
 MAX_INCLUDE_DEPTH = 10

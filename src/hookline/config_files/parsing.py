@@ -20,9 +20,7 @@ import yaml  # type: ignore[import-untyped]
 
 from hookline.config_files.tree import FileError, Key, Problem, format_value
 from hookline.errors import listed, nearest
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file
-from hookline.files.strict_json import parse_json
+from hookline.files import file_limits, open_regular_file, parse_json
 
 MAX_DEPTH = 40
 MAX_VALUES = 20_000  # a second to parse; YAML aliases can multiply values until memory is full

@@ -27,8 +27,7 @@ from hookline.arguments import show_value
 from hookline.config.hook_names import packaged_hooks
 from hookline.config_files.tree import shorten
 from hookline.errors import ConfigError, nearest
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import read_regular_file
+from hookline.files import file_limits, read_regular_file
 from hookline.hook import Hook
 
 VARIABLE = "HOOKLINE_TRUST"

@@ -6,8 +6,7 @@ measures their cost, `entry` is a registered hook, and `manager` brings these to
 """
 
 from hookline.dispatch.accounting import HookInfo, HookStatus, Summary
-from hookline.dispatch.hook_states import StateReport
-from hookline.dispatch.manager import HookManager
+from hookline.dispatch.manager import HookManager, StateReport
 from hookline.dispatch.runner import HookRunner
 from hookline.dispatch.settings import HookLike, HookSettings, Registration, Schedule, every
 

@@ -19,13 +19,14 @@ each takes effect as a whole.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from hookline.arguments import check_instance, read_items
+from hookline.arguments import check_instance, read_items, show_value
 from hookline.dispatch.accounting import HookInfo, HookStatus, RunClock, Summary
 from hookline.dispatch.binding import bind
 from hookline.dispatch.calling_hook import guard_calls
@@ -39,11 +40,11 @@ from hookline.dispatch.entry import (
 )
 from hookline.dispatch.event_arguments import EventArguments, make_event_method
 from hookline.dispatch.failures import FailureHandler
-from hookline.dispatch.hook_states import StateReport, load_states, save_states
 from hookline.dispatch.order import check_order, find_place, registration_order
 from hookline.dispatch.settings import HookLike, HookSettings, Registration, Schedule
 from hookline.errors import (
     ArgumentError,
+    HookStateError,
     NameTakenError,
     NotProvidedError,
     RegistrationError,
@@ -52,6 +53,19 @@ from hookline.errors import (
 from hookline.events import FLOWS, NAMES, find_event
 from hookline.hook import Hook, Ranks, as_hook
 from hookline.printable import filter_log_records
+
+log = logging.getLogger("hookline")
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """The mismatches found when states were loaded.
+
+    `missing` are hooks without a saved state, `orphaned` are saved states without a hook.
+    """
+
+    missing: tuple[str, ...] = ()
+    orphaned: tuple[str, ...] = ()
 
 
 class HookManager:
@@ -444,6 +458,11 @@ class HookManager:
             elapsed = self._clock.elapsed()
             return [entry.info(elapsed) for entry in self._entries]
 
+    def statuses(self) -> dict[str, HookStatus]:
+        """Return the status of each hook by name: "enabled", "disabled", or "failed"."""
+        with self._lock:
+            return {entry.name: entry.status for entry in self._entries}
+
     def summary(self) -> Summary:
         """Return what hooks did and cost so far, removed ones too; `print` shows a table."""
         with self._lock:
@@ -458,14 +477,65 @@ class HookManager:
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the hooks that have one, by name, disabled ones included."""
+        """Return the states of the hooks that have one, by name, disabled ones included.
+
+        A hook whose `state_dict` fails is omitted, or stops training if it is critical.
+        """
+        states: dict[str, dict[str, Any]] = {}
         with self._lock:
-            return save_states(self._entries, self.failures)
+            for entry in self._entries:
+                if not entry.has_state:
+                    continue
+                try:
+                    states[entry.name] = entry.hook.state_dict()
+                except Exception as error:  # isolated like every call of a hook
+                    fatal = self.failures.handle_failure(entry, "state_dict", 0, error)
+                    if fatal is not None:
+                        raise fatal from error
+        return states
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> StateReport:
-        """Load the hooks' states; return hooks without a state and states without a hook."""
+        """Load the hooks' states; return hooks without a state and states without a hook.
+
+        Raises:
+            HookStateError: a hook's `load_state_dict` failed.
+        """
+        if not isinstance(states, Mapping):
+            raise HookStateError(
+                "Expected what state_dict() returned, a mapping from hook names to states, "
+                f"not a {type(states).__name__}."
+            )
+        try:
+            states = dict(states.items())
+        except Exception as error:
+            raise HookStateError(
+                f"The states of hooks, a {type(states).__name__}, cannot be read "
+                f"({show_value(error)})."
+            ) from error
         with self._lock:
-            return load_states(self._entries, states)
+            stateful = {entry.name: entry for entry in self._entries if entry.has_state}
+            for name, entry in stateful.items():
+                if name in states:
+                    _load_state(entry, states[name])
+        report = StateReport(
+            tuple(name for name in stateful if name not in states),
+            tuple(name for name in states if name not in stateful),
+        )
+        if report.missing:
+            log.warning("No saved state for these hooks, they start anew: %s", report.missing)
+        if report.orphaned:
+            log.warning("Saved states without a hook (removed or renamed?): %s", report.orphaned)
+        return report
+
+
+def _load_state(entry: Entry, state: Mapping[str, Any]) -> None:
+    try:
+        entry.hook.load_state_dict(state)
+    except Exception as error:
+        raise HookStateError(
+            f"The hook '{entry.name}' ({type(entry.hook).__name__}) could not load its saved "
+            f"state: {type(error).__name__}: {error}"
+        ) from error
 
 
 # Methods instead of __getattr__, which would slow down every attribute access of the class.

@@ -167,8 +167,6 @@ class LibrarySession(Session):
         self.hooks.set_process(is_main=is_main_process(), is_local_main=local_rank() == 0)
         self.loop.context.connect(model, optimizers)
         self.loop.context.optimizer_names = names
-        state = self.loop.state
-        state.optimizers, state.schedulers, state.scaler = optimizers, self.schedulers, scaler
         self._connect(called)
         self.is_connected = True
         self._watch.rule.ends_with_batch = ends_with_batch

@@ -26,9 +26,9 @@ from hookline.checkpoint.completion_files import (
     write_completion_file,
 )
 from hookline.checkpoint.folder import Checkpoint
-from hookline.checkpoint.state_tree import Encoder, decode
+from hookline.checkpoint.snapshot import Encoder, decode
 from hookline.errors import CheckpointError, CollectiveError, listed
-from hookline.files.strict_json import MAX_STATE_DEPTH, parse_json
+from hookline.files import MAX_STATE_DEPTH, parse_json
 from hookline.loop.processes import is_main_process
 from hookline.loop.saved_state import check_library_state, reported_damage
 from hookline.tensors.full_tensor import full_tensor

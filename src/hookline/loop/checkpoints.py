@@ -19,10 +19,10 @@ from typing import Any
 
 from hookline.arguments import show_value
 from hookline.checkpoint import CheckpointSaver, SaveResult
-from hookline.checkpoint.state_tree import Encoder
-from hookline.checkpoint.writer import SharedSave, SharedSaves
+from hookline.checkpoint.saver import SharedSave, SharedSaves
+from hookline.checkpoint.snapshot import Encoder
 from hookline.config.trainer_config import CheckpointConfig
-from hookline.context import LazyFloat
+from hookline.context import numbers_in
 from hookline.dispatch import HookManager
 from hookline.errors import CheckpointError, HooklineError
 from hookline.hook import HookGroup
@@ -61,7 +61,6 @@ class Checkpoints:
     record: Record
     ranks: RankSync
     state: LoopState
-    weights: Callable[[], Mapping[str, Any]]
     no_folder: HooklineError
     is_sharded: bool
 
@@ -127,6 +126,18 @@ class Checkpoints:
             self.broadcast_saved()
         return saved
 
+    def save_while_ending(
+        self, request: SaveRequest, extra: Mapping[str, Any] | None = None
+    ) -> Path | None:
+        """Save what a hook asks for in `on_train_end`; see `serve_end`."""
+        if not self.ranks.processes.is_main:
+            self.requests.checkpoint(request)
+            return None
+        self.extra = dict(extra or {})
+        (request,) = self.with_folders([request], in_all_ranks=False)
+        self.ranks.processes.broadcast([request])  # to the others, which wait for it
+        return self.save([request], wait=True)
+
     def save_after_crash(self, folder: Path) -> None:
         """Save the state after an exception, in this rank alone."""
         self._write([folder], None, {"emergency": True})
@@ -185,7 +196,8 @@ class Checkpoints:
             **further,
         }
         sync = [] if run is None else [run.metrics_file]
-        return {"model": self.weights(), "state": state, "info": info, "sync": sync}
+        weights = self.state.model.state_dict()
+        return {"model": weights, "state": state, "info": info, "sync": sync}
 
     def prepare(self) -> None:
         """Allocate the memory for copies of the state, so that the first save does not.
@@ -386,12 +398,3 @@ class Checkpoints:
             self.report(wait=True)
         finally:
             self._saver.close()
-
-
-def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among values, read from the device."""
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float | LazyFloat)
-    }

@@ -67,7 +67,6 @@ class Loop:
         record: what it leaves on disk.
         settings: how checkpoints are written.
         attributes: attributes of the trainer or session that checkpoints keep.
-        weights: returns the weights for a checkpoint.
         no_folder: the error for a checkpoint without a folder.
         processes: the processes that train together.
         is_sharded: whether each of them has a shard of each parameter.
@@ -91,7 +90,6 @@ class Loop:
         settings: CheckpointConfig,
         *,
         attributes: SavedAttributes,
-        weights: Callable[[], Mapping[str, Any]],
         no_folder: HooklineError,
         processes: SingleProcessGroup | None = None,
         is_sharded: bool = False,
@@ -107,7 +105,7 @@ class Loop:
         self.is_forked = False
         self.watch: Callable[[], None] | None = None
         self.on_fork: Callable[[], None] | None = None
-        self._settings, self._weights, self._no_folder = settings, weights, no_folder
+        self._settings, self._no_folder = settings, no_folder
         self._checkpoints: Checkpoints | None = None
         self._warned_of_transform = False
 
@@ -139,7 +137,7 @@ class Loop:
         is_ending = self._checkpoints is not None and self._checkpoints.is_serving_end
         if self.ranks.is_distributed and (self.phase is not Phase.IDLE or is_ending):
             self.ranks.hooks_toggled = True
-        self.record.hooks_changed(self.context.step, self.hooks.describe())
+        self.record.hooks_changed(self.context.step, self.hooks.statuses())
 
     def _hook_failed(self, failure: HookFailure) -> None:
         self.record.hook_failed(self.context.step, failure)
@@ -286,7 +284,6 @@ class Loop:
                 record=self.record,
                 ranks=self.ranks,
                 state=self.state,
-                weights=self._weights,
                 no_folder=self._no_folder,
                 is_sharded=self.is_sharded,
             )

@@ -42,6 +42,18 @@ def models_in(model: torch.nn.Module) -> list[torch.nn.Module]:
     return list(model) if isinstance(model, ModelGroup) else [model]
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside DDP and `torch.compile`, whose weights have the model's own names."""
+    if isinstance(model, ModelGroup):
+        inner_models = [unwrapped(each) for each in model]
+        are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
+        return model if are_own else ModelGroup(inner_models, list(model._modules))
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+        inner = inner.module
+    return model if inner is model else unwrapped(inner)
+
+
 def is_compiled_in_place(model: torch.nn.Module) -> bool:
     """Return whether `model.compile()` was called."""
     return getattr(model, "_compiled_call_impl", None) is not None

@@ -91,7 +91,7 @@ class RankSync:
 
     def _check_updates(self) -> None:
         """Raise, in all processes, if they have different updates: their weights would differ."""
-        own = [info.name for info in self._hooks.describe() if info.kind == "update"]
+        own = [name for name, *_ in self._hooks.of_kind("update")]
         gathered = self.processes.gather(own)
         other = next((r for r, names in enumerate(gathered) if names != gathered[0]), None)
         if other is not None:
@@ -102,7 +102,7 @@ class RankSync:
             )
 
     def _read_status(self) -> dict[str, bool]:
-        return {info.name: info.status == "enabled" for info in self._hooks.describe()}
+        return {name: status == "enabled" for name, status in self._hooks.statuses().items()}
 
     def _schedule_norm(self) -> None:
         """Agree on when the norm is computed; not a collective without sharded parameters."""

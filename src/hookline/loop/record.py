@@ -221,17 +221,16 @@ class Record:
         if self._trackers is not None and kind == "checkpoint":
             self._trackers.checkpoint(fields["path"], fields["step"])
 
-    def hooks_changed(self, step: int, hooks: Sequence[HookInfo]) -> None:
+    def hooks_changed(self, step: int, now: Mapping[str, str]) -> None:
         """Record the status of the hooks that were added, removed or toggled."""
         if self.run is None:
             return
-        now = {info.name: str(info.status) for info in hooks}
         removed = dict.fromkeys(self._hook_statuses.keys() - now, "removed")
         known = self._hook_statuses
         changed = {name: s for name, s in now.items() if known.get(name) != s} | removed
         if changed:
             self.run.event("hooks", step=step, hooks=changed, by=find_calling_hook())
-        self._hook_statuses = now
+        self._hook_statuses = dict(now)
 
     def hook_failed(self, step: int, failure: HookFailure) -> None:
         """Record a failure of a hook, with its traceback."""
@@ -266,10 +265,6 @@ class Record:
         return count <= _ALWAYS_RECORDED or str(count).strip("0") == "1"
 
     # -- checkpoints ------------------------------------------------------------------------------
-
-    def position(self) -> dict[str, int] | None:
-        """Return where the run's metrics log stands, for a checkpoint; None without a run."""
-        return None if self.run is None else self.run.position()
 
     def rewind(self, position: Mapping[str, int]) -> None:
         """Bring the run's metrics log back to where it stood when a checkpoint was saved."""

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.arguments import check_name, show_value
 from hookline.checkpoint.differences import fit_checkpoint
-from hookline.checkpoint.state_tree import Encoder, decode
+from hookline.checkpoint.snapshot import Encoder, decode
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
 from hookline.loop.event_context import EventContext
@@ -70,6 +70,7 @@ class LoopState:
     """All that a checkpoint has of a loop, apart from the weights.
 
     Attributes:
+        model: the model, with the weights' own names: not one that wraps it.
         best_accuracy: the best `val/accuracy` so far.
         restored_position: where the metrics log stood in the checkpoint that was loaded.
         overrides: states to save instead of those that items have now.
@@ -84,6 +85,7 @@ class LoopState:
         record: Record,
         attributes: SavedAttributes,
     ) -> None:
+        self.model: torch.nn.Module
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.scaler: Any = None
@@ -98,6 +100,7 @@ class LoopState:
         """Return the items of every loop; they are not kept, which would make a cycle."""
         context, hooks, attributes = self._context, self._hooks, self._attributes
         optimizers, schedulers, scaler = self.optimizers, self.schedulers, self.scaler
+        run = self.record.run
         return [
             StateItem("classes", self._classes),
             StateItem(
@@ -126,7 +129,11 @@ class LoopState:
             StateItem(
                 "best_accuracy", lambda: self.best_accuracy, partial(setattr, self, "best_accuracy")
             ),
-            StateItem("run", self.record.position, partial(setattr, self, "restored_position")),
+            StateItem(
+                "run",
+                lambda: None if run is None else run.position(),
+                partial(setattr, self, "restored_position"),
+            ),
         ]
 
     @property
@@ -169,20 +176,16 @@ class LoopState:
                 state[item.name] = item.adapt([one[item.name] for one in saved], processes)
 
     def compare(
-        self, saved: Mapping[str, Any], model: torch.nn.Module
+        self, saved: Mapping[str, Any]
     ) -> tuple[dict[tuple[str, int], list[str]], list[str]]:
-        """Return what of a saved state cannot be loaded.
-
-        Args:
-            saved: a state of the right form.
-            model: the model, with the weights' own names.
+        """Return what of a saved state, of the right form, cannot be loaded.
 
         Returns:
             Lines about what the loop can keep of its own, by item and index (-1 for the whole
             item), and lines about what has no replacement.
         """
         replaceable: dict[tuple[str, int], list[str]] = {}
-        problems = describe_hook_states(self._hooks, saved["hooks"], model)
+        problems = describe_hook_states(self._hooks, saved["hooks"], self.model)
         for item in self._items:
             if item.compare is None or saved.get(item.name) is None:
                 continue
@@ -203,7 +206,6 @@ class LoopState:
     def restore_checkpoint(
         self,
         checkpoint: Checkpoint,
-        model: torch.nn.Module,
         processes: SingleProcessGroup,
         *,
         what: str,
@@ -215,7 +217,6 @@ class LoopState:
 
         Args:
             checkpoint: what was read, of the right form.
-            model: the model, with the weights' own names.
             processes: the ranks that load it.
             what: what it is loaded into, for messages.
             advice: what to do if it does not fit, for messages.
@@ -227,6 +228,7 @@ class LoopState:
         """
         from hookline.loop.saved_state import reported_damage  # pydantic takes long to import
 
+        model = self.model
         lazy = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
@@ -234,7 +236,7 @@ class LoopState:
         }
         with reported_damage(checkpoint):
             self.adapt(checkpoint.state, processes)
-            unloadable, problems = self.compare(checkpoint.state, model)
+            unloadable, problems = self.compare(checkpoint.state)
             checkpoint = fit_checkpoint(
                 checkpoint,
                 model={**model.state_dict(), **{name: checkpoint.model[name] for name in lazy}},
@@ -248,22 +250,20 @@ class LoopState:
             )
         for name, value in lazy.items():
             value.materialize(checkpoint.model[name].shape)
-        self.load(checkpoint, checkpoint.state, model)
+        self.load(checkpoint)
         return checkpoint
 
-    def load(
-        self, checkpoint: Checkpoint, state: Mapping[str, Any], model: torch.nn.Module
-    ) -> None:
-        """Load a state and the weights of a checkpoint that fits, or change nothing.
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Load the state and the weights of a checkpoint that fits, or change nothing.
 
         Raises:
             CheckpointError: loading failed; the loop is as it was.
         """
-        before = self.collect()
+        before, model = self.collect(), self.model
         is_plain = all(isinstance(value, torch.Tensor) for value in checkpoint.model.values())
         weights = None if is_plain else copy.deepcopy(model.state_dict())
         try:
-            self.restore(state)
+            self.restore(checkpoint.state)
             load_weights(model, checkpoint.model)
         except Exception as error:
             with suppress(Exception):  # the first error matters more
@@ -281,9 +281,9 @@ class LoopState:
     def _undo(self, before: Mapping[str, Any]) -> None:
         """Go back to the state before a restore that has failed."""
         self.restore(before)
-        for info in self._hooks.describe():
-            if info.status == "disabled" and info.name not in before["disabled"]:
-                self._hooks.enable_hook(info.name)
+        for name in self._disabled():
+            if name not in before["disabled"]:
+                self._hooks.enable_hook(name)
 
     # -- items ------------------------------------------------------------------------------------
 
@@ -306,7 +306,8 @@ class LoopState:
             self.scaler.load_state_dict(saved)
 
     def _disabled(self) -> list[str]:
-        return [info.name for info in self._hooks.describe() if info.status == "disabled"]
+        statuses = self._hooks.statuses()
+        return [name for name, status in statuses.items() if status == "disabled"]
 
     def _disable(self, names: Sequence[str]) -> None:
         for name in names:

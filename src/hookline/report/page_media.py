@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hookline.files.regular_files import read_regular_file
+from hookline.files import read_regular_file
 from hookline.runs.location import find_refused_folder
 
 _MAX_NAMES = {"histogram": 40, "text": 20, "image": 20}

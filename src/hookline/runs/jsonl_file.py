@@ -18,8 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_handle
+from hookline.files import file_limits, open_handle
 from hookline.masking import mask_known_values
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 

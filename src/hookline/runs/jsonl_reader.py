@@ -12,10 +12,7 @@ from typing import Any
 
 from hookline.arguments import check_path
 from hookline.errors import RunError
-from hookline.files.limits import file_limits
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import open_regular_file
-from hookline.files.strict_json import parse_json
+from hookline.files import file_limits, is_plain_name, open_regular_file, parse_json
 from hookline.runs.jsonl_file import VERSION
 
 _BLOCK_SIZE = 1 << 18

@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import RunError
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import describe_kind, open_handle, read_regular_file
-from hookline.files.strict_json import parse_json
+from hookline.files import describe_kind, file_limits, open_handle, parse_json, read_regular_file
 from hookline.interrupts import AllowedInterrupts
 from hookline.runs.environment import describe_process, is_process_alive
 from hookline.runs.jsonl_file import WriteRefusedError

@@ -16,7 +16,7 @@ from hookline.arguments import check_path, user_path
 from hookline.checkpoint.atomic_files import create_folder, sync
 from hookline.checkpoint.catalog import read_manifest
 from hookline.errors import CheckpointError, RunError, listed
-from hookline.files.regular_files import describe_kind
+from hookline.files import describe_kind
 from hookline.runs.manifest import inspect_run_manifest, is_run_manifest, new_run_id
 
 _FILES = (

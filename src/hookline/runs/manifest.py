@@ -24,10 +24,7 @@ from hookline.arguments import listed_strings
 from hookline.checkpoint.atomic_files import write_atomic
 from hookline.checkpoint.catalog import is_count
 from hookline.errors import RunError
-from hookline.files.limits import file_limits
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import read_regular_file
-from hookline.files.strict_json import parse_json
+from hookline.files import file_limits, is_plain_name, parse_json, read_regular_file
 from hookline.masking import mask_secrets
 from hookline.runs.environment import describe_environment
 from hookline.runs.jsonable import config_hash as hash_config

@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import FileRefusedError, open_handle
+from hookline.files import FileRefusedError, is_plain_name, open_handle
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.location import find_refused_folder
 

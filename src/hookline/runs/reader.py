@@ -13,7 +13,7 @@ from typing import Any
 
 from hookline.arguments import check_instance, listed_strings
 from hookline.errors import RunError
-from hookline.files.regular_files import describe_kind
+from hookline.files import describe_kind
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line

@@ -25,8 +25,7 @@ from typing import Any
 
 from hookline.arguments import check_mapping, show_value
 from hookline.errors import RunError
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file
+from hookline.files import file_limits, open_regular_file
 from hookline.printable import printable
 from hookline.runs.jsonl_file import JsonlFile
 from hookline.runs.jsonl_reader import JsonlReader

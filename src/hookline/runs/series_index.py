@@ -18,9 +18,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from hookline.checkpoint.atomic_files import write_atomic
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_regular_file, read_regular_file
-from hookline.files.strict_json import parse_json
+from hookline.files import file_limits, open_regular_file, parse_json, read_regular_file
 
 INDEX = "metrics.index.json"
 MIN_BYTES = 1 << 26  # a shorter log is searched in a tenth of a second

@@ -19,9 +19,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from hookline.context import to_float
-from hookline.files.limits import file_limits
-from hookline.files.regular_files import open_handle, open_regular_file, read_regular_file
-from hookline.files.strict_json import parse_json
+from hookline.files import (
+    file_limits,
+    open_handle,
+    open_regular_file,
+    parse_json,
+    read_regular_file,
+)
 from hookline.masking import mask_known_values
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import VERSION, InvalidValue, MetricRecord

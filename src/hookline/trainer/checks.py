@@ -273,10 +273,10 @@ def check_same_training(trainer: Trainer, training: Mapping[str, Any]) -> None:
             raise TrainingError(found)
 
 
-def require_all_processes(trainer: Trainer, function: str, *, unless: bool = False) -> None:
+def require_all_processes(trainer: Trainer, function: str) -> None:
     """Raise if a hook that is not called in all processes calls what all of them have to call."""
     hook = find_limited_hook()
-    if hook is not None and not unless and trainer.strategy.is_distributed:
+    if hook is not None and trainer.strategy.is_distributed:
         raise CollectiveError(
             f"{function} was called in the hook '{hook.name}', which is not called in all "
             f"processes (ranks='{hook.ranks}'). All of them have to call it, so it would wait for "

@@ -26,7 +26,7 @@ from hookline.checkpoint.folder import Checkpoint, RankSelection, load_checkpoin
 from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import CheckpointError
-from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
+from hookline.hooks.checkpointing.model_checkpoint import SavingHook
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.printable import message_lines
@@ -125,7 +125,6 @@ def _restore(trainer: Trainer, checkpoint: Checkpoint, *, advice: str, strict: b
     """Restore a trainer from a checkpoint, after comparing all of it; return what was loaded."""
     return trainer.loop.state.restore_checkpoint(
         checkpoint,
-        trainer.model,
         trainer.strategy.processes,
         what=f"this trainer and its {type(trainer.model).__name__}",
         advice=advice,

@@ -88,7 +88,6 @@ from hookline.trainer.checks import (
     require_all_processes,
 )
 from hookline.trainer.continuation import describe_settings, fork, resume
-from hookline.trainer.data_position import DataPosition
 from hookline.trainer.data_stream import Stream, end_together, set_loader_epoch, shard_loaders
 from hookline.trainer.lifecycle import (
     describe_run,
@@ -105,9 +104,9 @@ from hookline.trainer.losses import (
     mean_loss,
     mean_metrics,
 )
+from hookline.trainer.position import DataPosition, EpochProgress, make_items
 from hookline.trainer.preemption import Preempted, requeue, save_for_signal
 from hookline.trainer.progress import make_progress
-from hookline.trainer.state_items import EpochProgress, make_items
 from hookline.trainer.strategies import (
     SingleProcess,
     choose_accelerate,
@@ -247,7 +246,6 @@ class Trainer:
             Record(None),
             self.config.checkpoints,
             attributes=SavedAttributes(self),
-            weights=self.model.state_dict,
             no_folder=TrainingError(
                 "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
                 "`runs` in the configuration."
@@ -255,8 +253,8 @@ class Trainer:
             processes=self.strategy.processes,
             is_sharded=self.strategy.is_sharded,
         )
-        loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
-        loop.state.scaler = self.strategy.scaler
+        loop.state.model, loop.state.optimizers = self.model, self.optimizers
+        loop.state.schedulers, loop.state.scaler = self.schedulers, self.strategy.scaler
         loop.state.add_items = partial(make_items, self)
         return loop
 
@@ -550,16 +548,12 @@ class Trainer:
         if loop.is_forked:
             return None
         checkpoints, is_distributed = loop.checkpoints, self.strategy.is_distributed
-        is_ending = checkpoints.is_serving_end
-        waits = loop.phase is Phase.IN_STEP or (checkpoints.is_announcing and is_distributed)
-        if waits or (is_ending and not self.strategy.processes.is_main):
+        if loop.phase is Phase.IN_STEP or (checkpoints.is_announcing and is_distributed):
             loop.requests.checkpoint(request)
             return None
-        require_all_processes(self, "trainer.save_checkpoint()", unless=is_ending)
-        if is_ending:
-            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
-            self.strategy.processes.broadcast([request])  # to the others, which wait for it
-            return checkpoints.save([request], wait=True)
+        if checkpoints.is_serving_end:
+            return checkpoints.save_while_ending(request)
+        require_all_processes(self, "trainer.save_checkpoint()")
         try:
             return checkpoints.save(checkpoints.with_folders([request]), wait=True)
         finally:

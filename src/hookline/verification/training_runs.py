@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hookline.errors import ConfigError
-from hookline.hooks.checkpointing.checkpoint_hook import SavingHook
+from hookline.hooks.checkpointing.model_checkpoint import SavingHook
 from hookline.hooks.checkpointing.upload import UploadHook
 from hookline.hooks.notification.notification_hook import NotificationHook
 from hookline.loop.random_state import seed_everything

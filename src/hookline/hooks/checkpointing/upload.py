@@ -24,8 +24,7 @@ from hookline.checkpoint.catalog import read_manifest, read_pointers
 from hookline.checkpoint.remote import import_fsspec
 from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
-from hookline.files.plain_names import is_plain_name
-from hookline.files.regular_files import open_regular_file
+from hookline.files import is_plain_name, open_regular_file
 from hookline.hook import HookGroup
 from hookline.hooks.background_worker import BackgroundWorker
 from hookline.loop.loop import loop_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import replace_file
-from hookline.checkpoint.tensor_files import write_tensors
+from hookline.checkpoint.snapshot import write_tensors
 from hookline.errors import TrainingError, listed
 from hookline.hook import HookGroup
 from hookline.loop.processes import is_main_process

@@ -50,7 +50,7 @@ from hookline.errors import (
     StopTraining,
     listed,
 )
-from hookline.files.plain_names import is_plain_name
+from hookline.files import is_plain_name
 from hookline.hook import Hook
 from hookline.integrations.bare_loop.data_watch import DataWatch
 from hookline.integrations.bare_loop.generation import GenerationWatch
@@ -63,7 +63,7 @@ from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
-from hookline.loop.model_watch import ForwardTargets, models_in
+from hookline.loop.model_watch import ForwardTargets, models_in, unwrapped
 from hookline.loop.phase_times import PhaseTimes
 from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.random_state import describe_random_state, restore_random_state
@@ -188,14 +188,11 @@ class Session:
             Record(options.runs, options.trackers),
             options.checkpoints,
             attributes=SavedAttributes(self),
-            weights=partial(_weights, context),
             no_folder=LoopError(
                 "There is no run folder to save into. Give a path: `save_checkpoint('…')`, or a "
                 "folder for runs: `attach(…, runs='runs')`."
             ),
         )
-        loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
-        loop.state.scaler = self.scaler
         return manager, loop
 
     # -- attaching --------------------------------------------------------------------------------
@@ -256,7 +253,9 @@ class Session:
 
     def _connect(self, called: ForwardTargets | None = None) -> None:
         """Watch the model and the optimizers; if that fails, they are as before."""
-        loop = self.loop
+        loop, state = self.loop, self.loop.state
+        state.model, state.optimizers = unwrapped(self.model), self.optimizers
+        state.schedulers, state.scaler = self.schedulers, self.scaler
         if self._finds_batches:
             counts = not self._requirements.counts_batches and self._phases.counts_tokens
             self._data = DataWatch(self, self._phases, self.model, counts_tokens=counts)
@@ -275,7 +274,7 @@ class Session:
         )
         loop.watch, loop.on_fork = watch.hooks_changed, self._leave_in_fork
         this = weakref.proxy(self)
-        loop.state.add_items = lambda: this.state_items()
+        state.add_items = lambda: this.state_items()
         undo = self._undo.callback
         try:
             with HeldInterrupts():
@@ -1354,12 +1353,6 @@ def _end_quietly(end: Callable[[], None]) -> None:
 def _own_random(saved: Any, processes: Any) -> Any:
     """Return the random state of this rank; a rank that has saved none keeps its own."""
     return saved[processes.rank] if processes.rank < len(saved) else None
-
-
-def _weights(context: EventContext) -> Mapping[str, Any]:
-    from hookline.integrations.bare_loop.session_saves import unwrapped
-
-    return unwrapped(context.model).state_dict()
 
 
 def is_single_number(value: object) -> bool:

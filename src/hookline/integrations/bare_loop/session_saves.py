@@ -28,7 +28,7 @@ from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of
 from hookline.loop.loop import Loop, announce
-from hookline.loop.model_watch import ModelCallback, ModelGroup, is_compiled_in_place, models_in
+from hookline.loop.model_watch import ModelCallback, is_compiled_in_place, models_in
 from hookline.loop.processes import (
     SingleProcessGroup,
     broadcast_from_main,
@@ -83,7 +83,6 @@ class SessionSaves:
         checkpoint has the state of each.
         """
         loop, checkpoints = self._loop, self._loop.checkpoints
-        processes = loop.ranks.processes
         if self._is_together and loop.context.status in ("error", "interrupted"):
             log.warning(
                 "A checkpoint was requested and is not saved: the loop ended with an exception, "
@@ -91,19 +90,13 @@ class SessionSaves:
             )
             return None
         if checkpoints.is_serving_end:
-            if not processes.is_main:
-                loop.requests.checkpoint(request)
-                return None
-            (request,) = checkpoints.with_folders([request], in_all_ranks=False)
-            processes.broadcast([request])  # with the others, which wait for it
-            checkpoints.extra = dict(extra)
-            return checkpoints.save([request], wait=True)
+            return checkpoints.save_while_ending(request, extra)
         if self._is_together:
             wait_for_ranks("save_checkpoint")
             together = True
         else:
             together = not self._has_ended and loop.ranks.begin_save()
-        if not together and not processes.is_main:
+        if not together and not loop.ranks.processes.is_main:
             return None
         self.save_requested()
         self._watch.warn_of_waiting_gradients()
@@ -176,7 +169,6 @@ class SessionSaves:
     def load(self, path: Path, *, strict: bool) -> tuple[Checkpoint, LoadedCheckpoint]:
         """Restore the loop's objects from a checkpoint."""
         loop = self._loop
-        model, device = unwrapped(loop.context.model), device_of(loop.context.model)
         checkpoint = load_checkpoint(path)
         check_session_state(checkpoint)
         state = checkpoint.state
@@ -188,7 +180,6 @@ class SessionSaves:
             processes = self._loading_ranks(len(state["ranks"]))
         checkpoint = loop.state.restore_checkpoint(
             checkpoint,
-            model,
             processes,
             what=f"this {type(loop.context.model).__name__}",
             advice="Attach the model, the optimizers and the schedulers that it was saved with, "
@@ -198,6 +189,7 @@ class SessionSaves:
         loop.context.validated = dict(checkpoint.info.get("metrics") or {})
         state = checkpoint.state
         extra, random = state.get("extra", {}), state.get("random")
+        device = device_of(loop.context.model)
         loaded = LoadedCheckpoint(path, state["step"], state["epoch"], extra, random, device)
         return checkpoint, loaded
 
@@ -312,15 +304,3 @@ class _StepBoundary:
         if get_ident() == self._thread:
             self.stop()
             self._saves.save_requested()
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP and `torch.compile`, whose weights have the model's own names."""
-    if isinstance(model, ModelGroup):
-        inner_models = [unwrapped(each) for each in model]
-        are_own = all(a is b for a, b in zip(inner_models, model, strict=True))
-        return model if are_own else ModelGroup(inner_models, list(model._modules))
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, torch.nn.parallel.DistributedDataParallel):
-        inner = inner.module
-    return model if inner is model else unwrapped(inner)

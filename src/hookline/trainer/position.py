@@ -1,22 +1,27 @@
-"""The position in the training data, saved and restored so that a resumed run is bit for bit equal.
+"""Where a trainer stands, saved and restored so that a resumed run is bit for bit equal.
 
-Saved are the number of batches that were trained on in this epoch, for each loader its current pass
-(`LoaderPasses`) and the lengths of its earlier passes in the epoch, and all random states. To
-resume in the middle of an epoch, the stream runs through it up to the checkpoint with placeholders
-instead of batches: so the order of the loaders and the numbers of their batches are those of the
-run. The loaders' passes are then continued at their batches.
+Saved of the position in the data are the number of batches that were trained on in this epoch, for
+each loader its current pass (`LoaderPasses`) and the lengths of its earlier passes in the epoch,
+and all random states. To resume in the middle of an epoch, the stream runs through it up to the
+checkpoint with placeholders instead of batches: so the order of the loaders and the numbers of
+their batches are those of the run. The loaders' passes are then continued at their batches.
+
+`make_items` lists what a trainer's checkpoint has of it, apart from the items of all loops.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hookline.context import numbers_in
 from hookline.errors import CheckpointError, TrainingError, listed
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.random_state import (
@@ -29,6 +34,8 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
+from hookline.loop.state import StateItem
+from hookline.tensors.sharded import shard_like
 from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,
@@ -38,12 +45,28 @@ from hookline.trainer.loader_passes import (
     number_of_samples,
     skips_indices,
 )
+from hookline.trainer.strategies import parameters_of
+
+if TYPE_CHECKING:
+    from hookline.trainer.trainer import Trainer
 
 log = logging.getLogger("hookline")
 
 _ORDER = 2  # how weighted loaders take turns; before it was saved, there was another order
 _MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
 _DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
+
+
+@dataclass
+class EpochProgress:
+    """Where a trainer stands in its epoch, apart from the data."""
+
+    round: int = 0  # counts steps, to choose the optimizers that are due
+    sanity_due: bool = False  # whether the validation before training has not ended yet
+    validation_due: bool = False  # the same for a validation between two steps
+    epoch_started: bool = False  # whether on_epoch_start was fired for the current position
+    epoch_over: bool = False  # the same for on_epoch_end
+    last_epoch: int = 0  # of the checkpoint that was loaded
 
 
 class DataPosition:
@@ -423,3 +446,105 @@ def _move(position: Mapping[str, Any], batches: int) -> dict[str, Any]:
             passed = {**passed, "indices": {**passed["indices"], **drawn}}
         loaders.append({**loader, "pass": passed})
     return {**position, "batches": batches, "loaders": loaders}
+
+
+# -- the items of a trainer's checkpoint, apart from those of all loops ----------------------------
+
+
+def make_items(trainer: Trainer) -> list[StateItem]:
+    """Return the items of a trainer's state; random states are restored with the position."""
+    loop, strategy, progress = trainer.loop, trainer.strategy, trainer.epoch_progress
+    tokens, context = trainer.token_count, trainer.loop.context
+
+    def flag(name: str) -> StateItem:
+        return StateItem(name, partial(getattr, progress, name), partial(setattr, progress, name))
+
+    def save_position() -> dict[str, Any]:
+        validated = numbers_in(context.validated)
+        return {**trainer.position.state_dict(trainer.device), "validated": validated}
+
+    def load_position(state: Mapping[str, Any]) -> None:
+        context.validated = dict(state["validated"])
+        trainer.position.load_state_dict(state, trainer.device)
+
+    def load_step(step: int) -> None:
+        context.step, context.step_in_progress = step, step + 1
+        for optimizer in trainer.optimizers:
+            # Else a scheduler that steps before the next optimizer step warns about their order.
+            optimizer._opt_called = step > 0  # type: ignore[attr-defined]
+
+    def load_epoch(epoch: int) -> None:
+        position, config = trainer.position, trainer.config
+        is_over = position.epoch == trainer.max_epochs or context.step == config.max_steps
+        progress.last_epoch = epoch
+        context.epoch = epoch if is_over else position.epoch
+
+    def adapt(saved: Sequence[Any], processes: SingleProcessGroup) -> Any:
+        length = None if trainer.train_data is None else trainer.train_data.length()
+        return adapt_position(saved, processes, length, trainer.device)
+
+    def compare_position(saved: Mapping[str, Any]) -> list[str]:
+        val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
+        fast_forward = trainer.config.fast_forward
+        return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
+
+    return [
+        StateItem("step", lambda: context.step, load_step),
+        StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
+        flag("round"),
+        StateItem(
+            "pending_gradients",
+            partial(_save_gradients, trainer),
+            partial(_load_gradients, trainer),
+            None,
+            partial(_compare_gradients, trainer),
+        ),
+        flag("sanity_due"),
+        flag("validation_due"),
+        flag("epoch_started"),
+        flag("epoch_over"),
+        StateItem("settings", lambda: trainer.compared_settings),
+        StateItem("strategy", strategy.state, strategy.load_state),
+        StateItem("position", save_position, load_position, adapt, compare_position, True),
+        StateItem("epoch", lambda: loop.context.epoch, load_epoch),
+    ]
+
+
+def _adapt_tokens(saved: Sequence[int], processes: SingleProcessGroup) -> int:
+    return sum(saved) // processes.size
+
+
+def _save_gradients(trainer: Trainer) -> list[list[Any] | None]:
+    """Return the gradients of optimizers that do not step in every step."""
+    every = trainer.config.optimizer_every or [1] * len(trainer.optimizers)
+    return [
+        None if n == 1 else [p.grad for p in parameters_of(optimizer)]
+        for optimizer, n in zip(trainer.optimizers, every, strict=True)
+    ]
+
+
+def _load_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> None:
+    for optimizer, gradients in zip(trainer.optimizers, saved, strict=True):
+        if gradients is not None:
+            for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+                parameter.grad = None
+                if gradient is not None:
+                    parameter.grad = shard_like(gradient.to(parameter.device), parameter)
+
+
+def _compare_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> list[str]:
+    """Return a line if gradients that wait for their optimizer are of other parameters."""
+    optimizers = trainer.optimizers
+    if len(saved) == len(optimizers) and all(map(_have_shapes, saved, optimizers)):
+        return []
+    return ["the gradients of the step in progress are those of other parameters"]
+
+
+def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) -> bool:
+    if gradients is None:
+        return True
+    parameters = parameters_of(optimizer)
+    return len(gradients) == len(parameters) and all(
+        gradient is None or gradient.shape == parameter.shape
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    )

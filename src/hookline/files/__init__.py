@@ -1,1 +1,0 @@
-"""Files that anybody may have written: opened safely, named plainly, shown without surprises."""
