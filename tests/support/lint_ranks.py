@@ -68,5 +68,44 @@ def check_norm_of_shard() -> None:
     assert found[0].subject == "last.weight"
 
 
+def train_ranks(model: nn.Module, *, own_data: bool = True, average: bool = False) -> set[str]:
+    """Return the ids of what is found in a loop without clipping."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    hook = hookline.Lint()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(10 * step + dist.get_rank() * own_data)
+            F.mse_loss(model(x), y).backward()
+            if average:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad.div_(dist.get_world_size())
+            optimizer.step()
+    return set(ids(hook.findings))
+
+
+def check_replicas() -> None:
+    rank = dist.get_rank()
+    assert train_ranks(layers(), average=True) == set()
+    assert train_ranks(layers(rank), average=True) == {"replicas-differ"}
+    assert train_ranks(layers(rank)) == set()  # two experiments
+    assert train_ranks(DistributedDataParallel(layers())) == set()
+    wrapper = DistributedDataParallel(layers())
+    assert train_ranks(wrapper.module) == {"replicas-differ"}  # around the wrapper
+    assert train_ranks(DistributedDataParallel(layers()), own_data=False) == {
+        "same-data-on-all-ranks"
+    }
+    drifting = DistributedDataParallel(layers())
+    handle = drifting.module.last.register_forward_pre_hook(lambda *_: drift(drifting, rank))
+    assert train_ranks(drifting) == {"replicas-differ"}
+    handle.remove()
+
+
+@torch.no_grad()
+def drift(model: DistributedDataParallel, rank: int) -> None:
+    model.module.last.bias.add_(1e-3 * rank)
+
+
 if __name__ == "__main__":
-    check_in_all_ranks(check_whole_norm, check_norm_of_shard)
+    check_in_all_ranks(check_whole_norm, check_norm_of_shard, check_replicas)

@@ -30,6 +30,7 @@ class _Epoch:
     epoch_of_sampler: Any = None
     loaded: int = 0
     trained: int = 0
+    backwards: int = 0
     before_training: int = 0  # batches that were loaded before the first one was trained on
 
 
@@ -42,6 +43,7 @@ class _LoaderCheck(Check):
         super().__init__(report)
         self._epochs: WeakKeyDictionary[Any, list[_Epoch]] = WeakKeyDictionary()
         self._latest: tuple[Any, _Epoch] | None = None
+        self._current: _Epoch | None = None
 
     def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
         """Begin an epoch of a loader."""
@@ -66,6 +68,9 @@ class _LoaderCheck(Check):
         latest, self._latest = self._latest, None
         if latest is not None:
             latest[1].trained += 1
+            self._current = latest[1]
+        if self._current is not None:
+            self._current.backwards += 1
 
 
 class SameOrderEveryEpoch(_LoaderCheck):
@@ -239,7 +244,7 @@ class BatchesSkipped(_LoaderCheck):
         """Compare the two epochs that have ended."""
         super().on_loader_start(view, loader, iterator)
         ended = [epoch for epoch in self._epochs[loader][:-1] if epoch.trained][-2:]
-        skipped = [epoch.loaded - epoch.trained for epoch in ended]
+        skipped = [epoch.loaded - epoch.backwards for epoch in ended]
         first = [epoch.before_training - 1 for epoch in ended]
         sampler = getattr(loader, "batch_sampler", None)
         of_sampler = getattr(sampler, "skip_batches", 0)
