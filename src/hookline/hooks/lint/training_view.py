@@ -151,8 +151,13 @@ class TrainingView:
 
     @torch.no_grad()
     def sample(self, tensor: Tensor) -> Tensor:
-        """Return a copy of some elements of a tensor, always the same ones, on its device."""
+        """Return a copy of some elements of a tensor, always the same ones, on its device.
+
+        It is empty for a tensor without memory.
+        """
         values = stored_values(tensor)
+        if values.untyped_storage().size() == 0:  # FSDP2 has freed it
+            return values.new_empty(0)
         flat = values.reshape(-1)
         stride = max(1, flat.numel() // _SAMPLE)
         return flat[::stride][:_SAMPLE].clone()
