@@ -45,8 +45,8 @@ def main():
     valid_loader = DataLoader(
         valid, batch_size=16, sampler=DistributedSampler(valid, shuffle=False)
     )
-    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
-    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
     apart = 0.0
     for epoch in range(20):
         sampler.set_epoch(epoch)
