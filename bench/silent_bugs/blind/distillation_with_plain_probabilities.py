@@ -48,7 +48,7 @@ def main():
     student = net(24)
     optimizer = torch.optim.Adam(student.parameters(), lr=5e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 40, 0.3)
-    for step in range(1, 101):
+    for step in range(1, 61):
         x, y = data(64, generator)
         with torch.no_grad():
             soft = teacher(x)

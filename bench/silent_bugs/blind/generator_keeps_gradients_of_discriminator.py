@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fixed", action="store_true")
-parser.add_argument("--steps", type=int, default=100)
+parser.add_argument("--steps", type=int, default=60)
 args = parser.parse_args()
 
 

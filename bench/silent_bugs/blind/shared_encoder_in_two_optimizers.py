@@ -47,7 +47,7 @@ def main():
     actor_optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
     critic_optimizer = torch.optim.Adam(critic_parameters, lr=3e-3)
     moved_twice = 0
-    for step in range(1, 101):
+    for step in range(1, 61):
         state = torch.randn(64, STATES)
         policy = actor(state)
         action = policy.sample()
