@@ -170,6 +170,56 @@ def test_hooks_that_need_more_than_the_loop_gives_are_left_out_or_strict(tmp_pat
     assert "Wrap each epoch" in done.stderr
 
 
+def test_an_interrupt_ends_the_script_by_its_signal(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(
+        f"{LOOP}\ntrain(at=lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT))\n"
+    )
+    words = ["-m", "hookline", "run", "--", sys.executable, "loop.py"]
+    done = run_warm(words, cwd=tmp_path, environment=ENVIRONMENT)
+    assert done.returncode == -signal.SIGINT
+    assert find_runs(tmp_path)[0].manifest["status"] == "interrupted"
+
+
+def test_a_script_that_clears_its_environment_has_hooks(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "os.environ.clear(); train()")
+    assert done.returncode == 0, done.stderr
+    assert losses(find_runs(tmp_path)[0]) == pytest.approx(printed(done.stdout))
+
+
+UNSEEN = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model.forward(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        ("file = open('kept.txt', 'w'); file.write('all')", 1, "has made no optimizer"),
+        (UNSEEN, 1, "no module with their parameters was called"),
+        ("raise SystemExit(3)", 1, "has made no optimizer"),
+        ("import os; os._exit(4)", 4, ""),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("import subprocess, sys; subprocess.check_call([sys.executable, 'loop.py'])", 0, ""),
+    ],
+    ids=["no_optimizer", "unseen", "sys.exit", "os._exit", "interrupt", "child"],
+)
+def test_strict_fails_at_the_end_if_nothing_was_attached(
+    tmp_path: Path, script: str, code: int, message: str
+) -> None:
+    (tmp_path / "loop.py").write_text(f"{LOOP}\ntrain()\n")
+    words = ["-m", "hookline", "run", "--strict", "--", sys.executable, "-c", script]
+    done = run_warm(words, cwd=tmp_path, environment=ENVIRONMENT)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert ("hookline:" in done.stderr) == (code == 1)
+    if (file := tmp_path / "kept.txt").exists():
+        assert file.read_text() == "all"
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -280,8 +330,7 @@ def test_an_interpreter_without_hookline_says_so(
     monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     for strict in (False, True):
         settings = RunSettings(strict=strict).variables()
-        monkeypatch.setenv("HOOKLINE_RUN", settings["HOOKLINE_RUN"])
-        child = sitecustomize._Child()
+        child = sitecustomize._Child(settings["HOOKLINE_RUN"])
         if strict:
             with pytest.raises(RuntimeError, match="cannot import Hookline"):
                 child.get(True)

@@ -58,7 +58,7 @@ from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, sav
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
-from hookline.interrupts import AllowedInterrupts, HeldInterrupts
+from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
@@ -1329,7 +1329,11 @@ def _detach_at_exit(session: Session) -> Callable[[], None]:
         attached = reference()
         if attached is not None and process == os.getpid():  # a forked process has a copy only
             error = _uncaught_error()
-            attached.__exit__(type(error) if error is not None else None, error, None)
+            try:
+                attached.__exit__(type(error) if error is not None else None, error, None)
+            finally:
+                if isinstance(error, KeyboardInterrupt):
+                    remember_interrupt()
 
     atexit.register(end)
     return partial(atexit.unregister, end)
