@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +238,7 @@ def test_tensors_of_no_module_are_left_alone(capsys: Any) -> None:
             (image - 1).pow(2).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        script.hooks._report()
+        script.hooks.report(is_settled=False)
     assert script.sessions == []
     assert "Optimizers were made (SGD), but no module with their parameters was called" in (
         capsys.readouterr().err
@@ -354,6 +356,34 @@ def test_the_script_goes_on_where_hooks_cannot_be_attached(capsys: Any, caplog: 
     assert script.sessions[0].step == 5
     assert "NeedsEpochs" in caplog.text  # is warned about; the other hook is called
     assert len(script.sessions[0].hooks.get_hook("losses").losses) == 5
+
+
+class NeedsArgument(nn.Linear):
+    def parameters(self, what: str) -> Any:  # type: ignore[override]
+        return super().parameters()
+
+
+@dataclass
+class Unhashable(torch.optim.SGD):
+    params: Any
+
+    def __post_init__(self) -> None:
+        super().__init__(self.params, 0.05)
+
+
+@pytest.mark.parametrize("kind", ["module", "optimizer"])
+def test_what_cannot_be_watched_is_left_alone(kind: str, capsys: Any) -> None:
+    model = NeedsArgument(4, 1) if kind == "module" else net()
+    parameters = list(nn.Module.parameters(model))
+    before = [p.clone() for p in parameters]
+    for strict in (False, True):
+        with Script(strict=strict) as script, suppress(TypeError):
+            made = torch.optim.SGD(parameters, 0.05) if kind == "module" else Unhashable(parameters)
+            train(model, made)
+            assert not strict
+        assert script.sessions == []
+    assert capsys.readouterr().err.count("No hooks are attached to this loop") == 1
+    assert not any(map(torch.equal, parameters, before))
 
 
 def test_strict_raises_before_the_first_step() -> None:

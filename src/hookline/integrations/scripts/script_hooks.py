@@ -80,7 +80,7 @@ class ScriptHooks:
         self._loop_options = loop_options or {}
         self._options, self._strict, self._on_attach = options, strict, on_attach
         self._has_default_hooks = has_default_hooks
-        self._loops = LoopWatch(self._attach_to_loop)
+        self._loops = LoopWatch(self._attach_to_loop, partial(self._fail, "this loop"))
         # Of bare loops, each with the step in which the newest optimizer was made. They are kept
         # alive: one that was freed with its model could not close its run.
         self._sessions: dict[Session, int] = {}
