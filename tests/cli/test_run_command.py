@@ -158,6 +158,41 @@ if __name__ == "__main__":
     assert [len(losses(run)) for run in find_runs(tmp_path)[:2]] == [2, 6]
 
 
+@pytest.mark.parametrize(("failing", "status"), [(0, "completed"), (4, "error")])
+def test_a_run_in_a_forked_child_is_closed(tmp_path: Path, failing: int, status: str) -> None:
+    script = f"""
+import multiprocessing
+def work():
+    train(at=lambda step: step == {failing} and 1 / 0)
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start(); child.join()
+sys.exit(child.exitcode)
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == (status == "error")
+    [run] = find_runs(tmp_path)
+    assert run.manifest["status"] == status
+    assert losses(run) == pytest.approx(printed(done.stdout))
+
+
+def test_the_default_hooks_report_what_is_not_finite_and_stop_nothing(tmp_path: Path) -> None:
+    script = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(1, 13):
+    loss = model(torch.ones(2, 4)).sum() * (float("inf") if step > 9 else 1.0)
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+print("finished")
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished\n"
+    [run] = find_runs(tmp_path)
+    assert run.manifest["status"] == "completed"
+    kinds = {event["kind"] for event in run.events()}
+    assert {"debug_finding", "loss_spike"} <= kinds
+
+
 def test_hooks_that_need_more_than_the_loop_gives_are_left_out_or_strict(tmp_path: Path) -> None:
     hooks = [{"name": "lr_monitor", "frequency": "epoch"}, "lr_monitor"]
     done = run_script(tmp_path, "train()", hooks=hooks)

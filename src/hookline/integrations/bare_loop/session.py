@@ -20,6 +20,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
 from signal import Signals
 from types import SimpleNamespace, TracebackType
@@ -1336,15 +1338,23 @@ def _detach_at_exit(session: Session) -> Callable[[], None]:
                     remember_interrupt()
 
     atexit.register(end)
-    return partial(atexit.unregister, end)
+    if parent_process() is None:
+        return partial(atexit.unregister, end)
+    finalizer = Finalize(None, end, exitpriority=0)  # `multiprocessing` ends forks without atexit
+
+    def cancel() -> None:
+        atexit.unregister(end)
+        finalizer.cancel()
+
+    return cancel
 
 
 def _uncaught_error() -> BaseException | None:
-    """Return the exception that ended the script."""
+    """Return the exception that ended the script, or ends the function of a child process."""
     if hasattr(sys, "ps1"):  # interactive: the last exception has not ended the program
         return None
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return error if isinstance(error, BaseException) and not isinstance(error, SystemExit) else None
 
 
 def _end_quietly(end: Callable[[], None]) -> None:

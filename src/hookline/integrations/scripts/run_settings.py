@@ -25,7 +25,7 @@ DEFAULT_HOOKS: tuple[Mapping[str, Any], ...] = (
     {"name": "gradient_monitor", "log_frequency": 10},
     {"name": "lr_monitor"},
     {"name": "loss_spike_detector"},
-    {"name": "debug", "every_n_steps": 10},
+    {"name": "debug", "every_n_steps": 10, "action": "warn"},  # nobody has asked it to stop
     {"name": "runtime_profile", "log_frequency": 10},
 )
 """The hooks of `hookline run` if the user names none."""

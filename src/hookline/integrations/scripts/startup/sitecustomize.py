@@ -200,7 +200,8 @@ class _Child:
         runs = self._setting("runs")
         if not os.path.isdir(runs):  # noqa: PTH112
             return False
-        return any(each.stat().st_mtime >= self._start for each in os.scandir(runs))
+        with os.scandir(runs) as folders:
+            return any(each.stat().st_mtime >= self._start for each in folders)
 
     def _report_nothing(self) -> None:
         print(
@@ -229,6 +230,9 @@ def _flush_files() -> None:
 def _start(settings: str) -> None:
     import atexit
 
+    if hasattr(sys, "hookline_run"):  # the script has imported this once more
+        return
+    sys.hookline_run = settings  # type: ignore[attr-defined]
     child = _Child(settings)
     watch(child.get)
     atexit.register(child.end)
