@@ -40,6 +40,15 @@ class Losses(hookline.Hook):
         self.losses.append(loss)
 
 
+class Forwards(hookline.Hook):
+    """Counts the forwards that it sees."""
+
+    count = 0
+
+    def on_before_forward(self):
+        self.count += 1
+
+
 class NeedsEpochs(hookline.Hook):
     def on_epoch_end(self, epoch): ...
 
@@ -93,9 +102,9 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 def test_what_trains_next_is_attached_from_its_first_step_on(is_made_before: bool) -> None:
     plain = net()
     expected = train(plain, sgd(plain))
-    model, seen = net(), Losses()
+    model, seen, forwards = net(), Losses(), Forwards()
     optimizer = sgd(model) if is_made_before else None
-    with hookline.attach_next(hooks=[seen]) as following:
+    with hookline.attach_next(hooks=[seen, forwards]) as following:
         assert following.session is None
         optimizer = optimizer or sgd(model)
         with torch.no_grad():
@@ -104,6 +113,7 @@ def test_what_trains_next_is_attached_from_its_first_step_on(is_made_before: boo
         assert train(model, optimizer) == expected
         assert following.session is not None
     assert seen.losses == pytest.approx(expected)
+    assert forwards.count == len(expected)
     assert following.session.has_ended
     assert following.session.model is model
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -228,6 +238,31 @@ def test_parts_of_a_model_that_are_called_one_by_one_are_models() -> None:
     [session] = script.sessions
     assert list(session.model) == [encoder, decoder]
     assert session.step == 4
+
+
+def test_a_part_that_is_called_before_its_model_is_no_model_of_its_own() -> None:
+    with Script() as script:
+        model = net()
+        optimizer = sgd(model)
+        model[0](torch.ones(1, 4))
+        train(model, optimizer)
+    [session] = script.sessions
+    assert session.model is model
+    assert session.step == 4
+
+
+def test_an_optimizer_that_was_thrown_away_is_not_waited_for() -> None:
+    gc.disable()
+    try:
+        with Script() as script:
+            model = net()
+            cycle: list[Any] = [sgd(model)]
+            cycle.append(cycle)
+            del cycle
+            train(model, sgd(model))
+    finally:
+        gc.enable()
+    assert [session.step for session in script.sessions] == [5]
 
 
 def test_tensors_of_no_module_are_left_alone(capsys: Any) -> None:
