@@ -84,6 +84,16 @@ def printed(output: str) -> list[float]:
     return [float(line.split()[1]) for line in output.splitlines() if line.startswith("loss")]
 
 
+@pytest.fixture(autouse=True)
+def _no_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that tests call in this process must not become a script."""
+
+    def fail(*_: Any) -> None:
+        pytest.fail("The script was started.")
+
+    monkeypatch.setattr(os, "execvpe", fail)
+
+
 # -- how a script ends ----------------------------------------------------------------------------
 
 

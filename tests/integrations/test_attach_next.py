@@ -360,14 +360,17 @@ def test_scheduler_and_scaler_are_found() -> None:
         optimizer = sgd(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        losses = []
         for x in data(3):
-            scaler.scale(model(x).pow(2).mean()).backward()
+            losses.append(model(x).pow(2).mean())
+            scaler.scale(losses[-1]).backward()
+            assert script.sessions[0].scaler is scaler  # before its first step
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             scheduler.step()
     [session] = script.sessions
-    assert session.scaler is scaler
+    assert script.seen[0].losses == pytest.approx([loss.item() for loss in losses])
     assert set(map(id, session.schedulers)) == {id(scheduler), id(plateau)}
     assert session.step == 3
 
