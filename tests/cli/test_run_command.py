@@ -203,6 +203,24 @@ print("finished")
     assert {"debug_finding", "loss_spike"} <= kinds
 
 
+def test_default_hooks_that_a_loop_does_not_allow_are_left_out(tmp_path: Path) -> None:
+    script = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert "are left out here" in done.stderr
+    assert len(values(find_runs(tmp_path)[0], "lr/LBFGS")) == 2  # it is seen from the second on
+
+
 def test_hooks_that_need_more_than_the_loop_gives_are_left_out_or_strict(tmp_path: Path) -> None:
     hooks = [{"name": "lr_monitor", "frequency": "epoch"}, "lr_monitor"]
     done = run_script(tmp_path, "train()", hooks=hooks)
