@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -108,3 +109,13 @@ def find_active_handler(number: int, handler: Any) -> Any:
 def is_main_thread() -> bool:
     """Return whether this is the thread in which Python handles signals."""
     return threading.current_thread() is threading.main_thread()
+
+
+def remember_interrupt() -> None:
+    """Let Python end by SIGINT after a KeyboardInterrupt that nobody has caught.
+
+    It does so by itself, and a shell then stops, too. But it notes the interrupt where a string is
+    executed, and forgets it when the next one is: when a dataclass is made, for example.
+    """
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")

@@ -84,6 +84,16 @@ def printed(output: str) -> list[float]:
     return [float(line.split()[1]) for line in output.splitlines() if line.startswith("loss")]
 
 
+@pytest.fixture(autouse=True)
+def _no_exec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that tests call in this process must not become a script."""
+
+    def fail(*_: Any) -> None:
+        pytest.fail("The script was started.")
+
+    monkeypatch.setattr(os, "execvpe", fail)
+
+
 # -- how a script ends ----------------------------------------------------------------------------
 
 
@@ -158,6 +168,59 @@ if __name__ == "__main__":
     assert [len(losses(run)) for run in find_runs(tmp_path)[:2]] == [2, 6]
 
 
+@pytest.mark.parametrize(("failing", "status"), [(0, "completed"), (4, "error")])
+def test_a_run_in_a_forked_child_is_closed(tmp_path: Path, failing: int, status: str) -> None:
+    script = f"""
+import multiprocessing
+def work():
+    train(at=lambda step: step == {failing} and 1 / 0)
+child = multiprocessing.get_context("fork").Process(target=work)
+child.start(); child.join()
+sys.exit(child.exitcode)
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == (status == "error")
+    [run] = find_runs(tmp_path)
+    assert run.manifest["status"] == status
+    assert losses(run) == pytest.approx(printed(done.stdout))
+
+
+def test_the_default_hooks_report_what_is_not_finite_and_stop_nothing(tmp_path: Path) -> None:
+    script = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(1, 13):
+    loss = model(torch.ones(2, 4)).sum() * (float("inf") if step > 9 else 1.0)
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+print("finished")
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished\n"
+    [run] = find_runs(tmp_path)
+    assert run.manifest["status"] == "completed"
+    kinds = {event["kind"] for event in run.events()}
+    assert {"debug_finding", "loss_spike"} <= kinds
+
+
+def test_default_hooks_that_a_loop_does_not_allow_are_left_out(tmp_path: Path) -> None:
+    script = """
+model = nn.Linear(4, 1)
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).pow(2).mean()
+    loss.backward()
+    return loss
+for _ in range(3):
+    optimizer.step(closure)
+"""
+    done = run_script(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert "are left out here" in done.stderr
+    assert len(values(find_runs(tmp_path)[0], "lr/LBFGS")) == 2  # it is seen from the second on
+
+
 def test_hooks_that_need_more_than_the_loop_gives_are_left_out_or_strict(tmp_path: Path) -> None:
     hooks = [{"name": "lr_monitor", "frequency": "epoch"}, "lr_monitor"]
     done = run_script(tmp_path, "train()", hooks=hooks)
@@ -168,6 +231,57 @@ def test_hooks_that_need_more_than_the_loop_gives_are_left_out_or_strict(tmp_pat
     assert done.returncode == 1
     assert printed(done.stdout) == []
     assert "Wrap each epoch" in done.stderr
+
+
+def test_an_interrupt_ends_the_script_by_its_signal(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(
+        f"{LOOP}\ntrain(at=lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT))\n"
+    )
+    words = ["-m", "hookline", "run", "--", sys.executable, "loop.py"]
+    done = run_warm(words, cwd=tmp_path, environment=ENVIRONMENT)
+    assert done.returncode == -signal.SIGINT
+    assert find_runs(tmp_path)[0].manifest["status"] == "interrupted"
+
+
+def test_a_script_that_clears_its_environment_has_hooks(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "os.environ.clear(); train()")
+    assert done.returncode == 0, done.stderr
+    assert losses(find_runs(tmp_path)[0]) == pytest.approx(printed(done.stdout))
+
+
+UNSEEN = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model.forward(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "message"),
+    [
+        ("file = open('kept.txt', 'w'); file.write('all')", 1, "has made no optimizer"),
+        (UNSEEN, 1, "no module with their parameters was called"),
+        ("raise SystemExit(3)", 1, "has made no optimizer"),
+        ("import os\nif os.fork(): os.wait()", 1, "has made no optimizer"),
+        ("import os; os._exit(4)", 4, ""),
+        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
+        ("import subprocess, sys; subprocess.check_call([sys.executable, 'loop.py'])", 0, ""),
+    ],
+    ids=["no_optimizer", "unseen", "sys.exit", "fork", "os._exit", "interrupt", "child"],
+)
+def test_strict_fails_at_the_end_if_nothing_was_attached(
+    tmp_path: Path, script: str, code: int, message: str
+) -> None:
+    (tmp_path / "loop.py").write_text(f"{LOOP}\ntrain()\n")
+    words = ["-m", "hookline", "run", "--strict", "--", sys.executable, "-c", script]
+    done = run_warm(words, cwd=tmp_path, environment=ENVIRONMENT)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("hookline:") == (code == 1)
+    if (file := tmp_path / "kept.txt").exists():
+        assert file.read_text() == "all"
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -280,8 +394,7 @@ def test_an_interpreter_without_hookline_says_so(
     monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]
     for strict in (False, True):
         settings = RunSettings(strict=strict).variables()
-        monkeypatch.setenv("HOOKLINE_RUN", settings["HOOKLINE_RUN"])
-        child = sitecustomize._Child()
+        child = sitecustomize._Child(settings["HOOKLINE_RUN"])
         if strict:
             with pytest.raises(RuntimeError, match="cannot import Hookline"):
                 child.get(True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,15 @@ class Losses(hookline.Hook):
 
     def on_step_end(self, loss: float):
         self.losses.append(loss)
+
+
+class Forwards(hookline.Hook):
+    """Counts the forwards that it sees."""
+
+    count = 0
+
+    def on_before_forward(self):
+        self.count += 1
 
 
 class NeedsEpochs(hookline.Hook):
@@ -91,9 +102,9 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 def test_what_trains_next_is_attached_from_its_first_step_on(is_made_before: bool) -> None:
     plain = net()
     expected = train(plain, sgd(plain))
-    model, seen = net(), Losses()
+    model, seen, forwards = net(), Losses(), Forwards()
     optimizer = sgd(model) if is_made_before else None
-    with hookline.attach_next(hooks=[seen]) as following:
+    with hookline.attach_next(hooks=[seen, forwards]) as following:
         assert following.session is None
         optimizer = optimizer or sgd(model)
         with torch.no_grad():
@@ -102,6 +113,7 @@ def test_what_trains_next_is_attached_from_its_first_step_on(is_made_before: boo
         assert train(model, optimizer) == expected
         assert following.session is not None
     assert seen.losses == pytest.approx(expected)
+    assert forwards.count == len(expected)
     assert following.session.has_ended
     assert following.session.model is model
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
@@ -228,6 +240,31 @@ def test_parts_of_a_model_that_are_called_one_by_one_are_models() -> None:
     assert session.step == 4
 
 
+def test_a_part_that_is_called_before_its_model_is_no_model_of_its_own() -> None:
+    with Script() as script:
+        model = net()
+        optimizer = sgd(model)
+        model[0](torch.ones(1, 4))
+        train(model, optimizer)
+    [session] = script.sessions
+    assert session.model is model
+    assert session.step == 4
+
+
+def test_an_optimizer_that_was_thrown_away_is_not_waited_for() -> None:
+    gc.disable()
+    try:
+        with Script() as script:
+            model = net()
+            cycle: list[Any] = [sgd(model)]
+            cycle.append(cycle)
+            del cycle
+            train(model, sgd(model))
+    finally:
+        gc.enable()
+    assert [session.step for session in script.sessions] == [5]
+
+
 def test_tensors_of_no_module_are_left_alone(capsys: Any) -> None:
     with Script() as script:
         image = torch.zeros(4, requires_grad=True)
@@ -236,7 +273,7 @@ def test_tensors_of_no_module_are_left_alone(capsys: Any) -> None:
             (image - 1).pow(2).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        script.hooks._report()
+        script.hooks.report(is_settled=False)
     assert script.sessions == []
     assert "Optimizers were made (SGD), but no module with their parameters was called" in (
         capsys.readouterr().err
@@ -323,14 +360,17 @@ def test_scheduler_and_scaler_are_found() -> None:
         optimizer = sgd(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        losses = []
         for x in data(3):
-            scaler.scale(model(x).pow(2).mean()).backward()
+            losses.append(model(x).pow(2).mean())
+            scaler.scale(losses[-1]).backward()
+            assert script.sessions[0].scaler is scaler  # before its first step
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
             scheduler.step()
     [session] = script.sessions
-    assert session.scaler is scaler
+    assert script.seen[0].losses == pytest.approx([loss.item() for loss in losses])
     assert set(map(id, session.schedulers)) == {id(scheduler), id(plateau)}
     assert session.step == 3
 
@@ -354,6 +394,34 @@ def test_the_script_goes_on_where_hooks_cannot_be_attached(capsys: Any, caplog: 
     assert script.sessions[0].step == 5
     assert "NeedsEpochs" in caplog.text  # is warned about; the other hook is called
     assert len(script.sessions[0].hooks.get_hook("losses").losses) == 5
+
+
+class NeedsArgument(nn.Linear):
+    def parameters(self, what: str) -> Any:  # type: ignore[override]
+        return super().parameters()
+
+
+@dataclass
+class Unhashable(torch.optim.SGD):
+    params: Any
+
+    def __post_init__(self) -> None:
+        super().__init__(self.params, 0.05)
+
+
+@pytest.mark.parametrize("kind", ["module", "optimizer"])
+def test_what_cannot_be_watched_is_left_alone(kind: str, capsys: Any) -> None:
+    model = NeedsArgument(4, 1) if kind == "module" else net()
+    parameters = list(nn.Module.parameters(model))
+    before = [p.clone() for p in parameters]
+    for strict in (False, True):
+        with Script(strict=strict) as script, suppress(TypeError):
+            made = torch.optim.SGD(parameters, 0.05) if kind == "module" else Unhashable(parameters)
+            train(model, made)
+            assert not strict
+        assert script.sessions == []
+    assert capsys.readouterr().err.count("No hooks are attached to this loop") == 1
+    assert not any(map(torch.equal, parameters, before))
 
 
 def test_strict_raises_before_the_first_step() -> None:

@@ -9,11 +9,11 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from hookline.arguments import user_path
+from hookline.arguments import check_name, user_path
 from hookline.cli.command_base import (
     Command,
     RunsFolder,
@@ -25,11 +25,9 @@ from hookline.cli.command_base import (
 from hookline.cli.text_output import print_text
 from hookline.cli.train_command import TrustedPackages
 from hookline.errors import HooklineError
+from hookline.integrations.scripts.run_settings import STARTUP, RunSettings
 from hookline.masking import mask_text
 from hookline.printable import printable, printable_lines
-
-if TYPE_CHECKING:
-    from hookline.integrations.scripts.run_settings import RunSettings
 
 _NEXT_OPTION = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")  # a list has commas, too
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
@@ -87,8 +85,9 @@ def run(
         bool,
         typer.Option(
             "--strict",
-            help="Raise an error before the first step if hooks cannot be attached. Otherwise "
-            "the script goes on without them, and a message says why.",
+            help="Raise an error before the first step if hooks cannot be attached. If nothing "
+            "was attached when a Python program ends, exit with 1. Otherwise the script goes on "
+            "without hooks, and a message says why.",
         ),
     ] = False,
     print_env: Annotated[
@@ -116,10 +115,8 @@ def run(
     was run.
     """
     with exit_on_interrupt():
-        with delay_interrupts():
-            from hookline.integrations.scripts.run_settings import STARTUP, RunSettings
         try:
-            settings = _settings(RunSettings, hook, hooks, runs, name, tag, trust, strict)
+            settings = _settings(hook, hooks, runs, name, tag, trust, strict)
         except HooklineError as error:
             print_text(printable_lines(f"hookline: {mask_text(str(error))}"), sys.stderr)
             raise typer.Exit(2) from None
@@ -134,7 +131,6 @@ def run(
 
 
 def _settings(
-    kind: type[RunSettings],
     hook: list[str] | None,
     file: Path | None,
     runs: Path | None,
@@ -145,17 +141,22 @@ def _settings(
 ) -> RunSettings:
     """Return what is asked for, after all of it was checked."""
     fields: dict[str, Any] = {"strict": strict, "folder": str(Path.cwd()), "hooks": []}
+    if hook or file is not None:
+        with delay_interrupts():
+            import torch  # noqa: F401  # the default hooks need no check, and not these seconds
     if file is not None:
         fields |= _read_file(file, trust or [])
     fields["hooks"] += [parse_hook(text) for text in hook or []]
     fields["tags"] = [*fields.get("tags", []), *(tags or [])]
     if name is not None:
+        check_name("--name", name)
         fields["name"] = name
     folder = runs if runs is not None else user_path(fields.get("runs") or "runs")
     check_folder(folder, "--runs")
     fields["runs"] = str(folder.absolute())
-    settings = kind(**fields)
-    _check_options(settings)
+    settings = RunSettings(**fields)
+    if hook or file is not None:
+        _check_options(settings)
     return settings
 
 

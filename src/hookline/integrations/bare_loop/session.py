@@ -20,6 +20,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import inf
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from pathlib import Path
 from signal import Signals
 from types import SimpleNamespace, TracebackType
@@ -58,7 +60,7 @@ from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, sav
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
-from hookline.interrupts import AllowedInterrupts, HeldInterrupts
+from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of
@@ -1328,18 +1330,30 @@ def _detach_at_exit(session: Session) -> Callable[[], None]:
         attached = reference()
         if attached is not None and process == os.getpid():  # a forked process has a copy only
             error = _uncaught_error()
-            attached.__exit__(type(error) if error is not None else None, error, None)
+            try:
+                attached.__exit__(type(error) if error is not None else None, error, None)
+            finally:
+                if isinstance(error, KeyboardInterrupt):
+                    remember_interrupt()
 
     atexit.register(end)
-    return partial(atexit.unregister, end)
+    if parent_process() is None:
+        return partial(atexit.unregister, end)
+    finalizer = Finalize(None, end, exitpriority=0)  # `multiprocessing` ends forks without atexit
+
+    def cancel() -> None:
+        atexit.unregister(end)
+        finalizer.cancel()
+
+    return cancel
 
 
 def _uncaught_error() -> BaseException | None:
-    """Return the exception that ended the script."""
+    """Return the exception that ended the script, or ends the function of a child process."""
     if hasattr(sys, "ps1"):  # interactive: the last exception has not ended the program
         return None
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return error if isinstance(error, BaseException) else None
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+    return error if isinstance(error, BaseException) and not isinstance(error, SystemExit) else None
 
 
 def _end_quietly(end: Callable[[], None]) -> None:

@@ -75,21 +75,22 @@ def guard_start(trainer: Any, session: Any, report: Callable[[str, Exception], N
         wrapped.wrap(driver, "_started", lambda method, *engine: start(method))
 
 
-# -- what each kind needs --------------------------------------------------------------------------
+# -- what an engine of Ignite trains --------------------------------------------------------------
 
 
-def _prepare_trainer(trainer: Any, optimizers: Optimizers) -> Parts:
-    return {}  # it knows its model and optimizers
+def find_parts_of(trainer: Any, optimizers: Optimizers) -> Parts | None:
+    """Return the options that `attach` needs for a trainer; None for an engine that does not train.
 
-
-def _prepare_engine(engine: Any, optimizers: Optimizers) -> Parts | None:
-    """Return the parts of an Ignite engine that its process function refers to."""
-    referred = list(_referred(_process_function(engine), 3))
+    An engine does not know its parts: they are those that its process function refers to.
+    """
+    if "_process_function" not in vars(trainer):
+        return {}
+    referred = list(_referred(_process_function(trainer), 3))
     found = [each for each in optimizers if any(each is other for other in referred)]
     models = _trained_models(referred, found)
     if not models:
         return None
-    evaluators = _find_evaluators(engine, models)
+    evaluators = _find_evaluators(trainer, models)
     return {
         "model": models[0] if len(models) == 1 else models,
         "optimizer": found,
@@ -147,12 +148,3 @@ def _referred(function: Any, depth: int) -> Iterator[Any]:
     if isinstance(function, partial):
         yield from (*function.args, *function.keywords.values())
         yield from _referred(function.func, depth - 1)
-
-
-PREPARE: Mapping[str, Callable[[Any, Optimizers], Parts | None]] = {
-    "transformers.trainer": _prepare_trainer,
-    "lightning.pytorch.trainer.trainer": _prepare_trainer,
-    "pytorch_lightning.trainer.trainer": _prepare_trainer,
-    "ignite.engine.engine": _prepare_engine,
-}
-"""By module of the trainer: returns the options that `attach` needs, None if it does not train."""

@@ -15,6 +15,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class LoopWatch:
 
     Args:
         found: gets the models, the optimizers, and how many steps were not seen.
+        failed: gets the error if a module or an optimizer is too unusual to be watched.
 
     Attributes:
         optimizers: those that were made and are not attached, with the number of their steps; they
@@ -46,33 +48,48 @@ class LoopWatch:
         is_paused: whether a known trainer trains, whose calls and optimizers are its own.
     """
 
-    def __init__(self, found: Found) -> None:
-        self._found = found
+    def __init__(self, found: Found, failed: Callable[[Exception], object]) -> None:
+        self._found, self._failed = found, failed
         self.optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self.optimizers = weakref.WeakKeyDictionary()
         self.is_paused = False
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._called_since_step = self._is_stepping = self._has_collected = False
+        self._is_attaching = False
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
-        self._calls = _OutermostCalls(self._before_call)
+        self._calls = _OutermostCalls(partial(self._notice, self._before_call))
 
     # -- what is noticed --------------------------------------------------------------------------
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Notice an optimizer."""
         if not self.is_paused:
-            with self._lock:
-                self.optimizers.setdefault(optimizer, 0)
-                self._watch_steps()
-                self._calls.start()
+            self._notice(self._add, optimizer)
+
+    def _notice(self, notice: Callable[..., None], *args: Any) -> None:
+        """Call one of these methods; an error of it is not the script's."""
+        with self._lock:
+            self._is_attaching = False
+            try:
+                notice(*args)
+            except Exception as error:
+                if self._is_attaching:  # in `found`, which decides what is raised
+                    raise
+                self.stop()
+                self.optimizers.clear()
+                self._failed(error)
+
+    def _add(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers.setdefault(optimizer, 0)
+        self._watch_steps()
+        self._calls.start()
 
     def _watch_steps(self) -> None:
         if not self._handles:
-            before, after = self._before_step, self._after_step
             self._handles = [
-                register_optimizer_step_pre_hook(before),
-                register_optimizer_step_post_hook(after),
+                register_optimizer_step_pre_hook(partial(self._notice, self._before_step)),
+                register_optimizer_step_post_hook(partial(self._notice, self._after_step)),
             ]
 
     def stop(self) -> None:
@@ -87,18 +104,15 @@ class LoopWatch:
     def _before_call(self, module: torch.nn.Module) -> None:
         if self.is_paused or not _is_plain_call():
             return
-        with self._lock:
-            own = {id(parameter) for parameter in module.parameters()}
-            if not any(own & _trained(optimizer) for optimizer in list(self.optimizers)):
-                return
-            if any(map(torch.nn.parameter.is_lazy, module.parameters())):
-                self._called_since_step = True  # its parameters are made in this call
-                return
-            self._add_model(module)
-            is_between_steps = not self._called_since_step and not self._is_stepping
-            self._called_since_step = True
-            if is_between_steps:
-                self._attach_if_known()
+        if not _has_parameters(module, list(self.optimizers)):
+            return
+        is_between_steps = not self._called_since_step and not self._is_stepping
+        self._called_since_step = True
+        if any(map(torch.nn.parameter.is_lazy, module.parameters())):
+            return  # its parameters are made in this call
+        self._add_model(module)
+        if is_between_steps:
+            self._attach_if_known()
 
     def _add_model(self, module: torch.nn.Module) -> None:
         """Add a model, instead of those that it contains."""
@@ -115,11 +129,10 @@ class LoopWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_paused or optimizer not in self.optimizers:
             return
-        with self._lock:
-            if not self._calls.is_active:  # it was left out before
-                self._calls.start()
-            elif not self._called_since_step:  # a closure will call the model within the step
-                self._attach_if_known()
+        if not self._calls.is_active:  # it was left out before
+            self._calls.start()
+        elif not self._called_since_step:  # a closure will call the model within the step
+            self._attach_if_known()
         self._is_stepping = optimizer in self.optimizers
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -159,6 +172,7 @@ class LoopWatch:
         self.stop()
         if self.optimizers:  # they may begin to step
             self._watch_steps()
+        self._is_attaching = True
         self._found(models, optimizers, missed)
 
     def describe(self) -> str:

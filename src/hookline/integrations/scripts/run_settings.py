@@ -1,4 +1,7 @@
-"""RunSettings: what `hookline run` is asked for, passed to the script's processes as a variable."""
+"""RunSettings: what `hookline run` is asked for, passed to the script's processes as a variable.
+
+Importing this does not import torch, which would take most of the command's time.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hookline.config.registry import HookRegistry
-from hookline.dispatch import HookSettings
 from hookline.integrations.scripts.startup.sitecustomize import PROCESS, SETTINGS
 from hookline.masking import remember_secrets
+
+if TYPE_CHECKING:
+    from hookline.config.registry import HookRegistry
 
 STARTUP = Path(__file__).parent / "startup"
 
@@ -21,7 +25,7 @@ DEFAULT_HOOKS: tuple[Mapping[str, Any], ...] = (
     {"name": "gradient_monitor", "log_frequency": 10},
     {"name": "lr_monitor"},
     {"name": "loss_spike_detector"},
-    {"name": "debug", "every_n_steps": 10},
+    {"name": "debug", "every_n_steps": 10, "action": "warn"},  # nobody has asked it to stop
     {"name": "runtime_profile", "log_frequency": 10},
 )
 """The hooks of `hookline run` if the user names none."""
@@ -60,9 +64,9 @@ class RunSettings:
     stopped_code: int = 75
 
     @classmethod
-    def from_environment(cls) -> RunSettings:
+    def from_json(cls, text: str) -> RunSettings:
         """Return the settings of the `hookline run` that has started this process."""
-        settings = cls(**json.loads(os.environ[SETTINGS]))
+        settings = cls(**json.loads(text))
         remember_secrets(asdict(settings))
         return settings
 
@@ -82,6 +86,8 @@ class RunSettings:
 
     def make_hooks(self, *, only_possible: bool = False) -> HookRegistry:
         """Return new hooks; `only_possible` leaves out default hooks that not every loop allows."""
+        from hookline.config.registry import HookRegistry
+
         items = self.hooks or [
             each for each in DEFAULT_HOOKS if not only_possible or each["name"] in ALWAYS_POSSIBLE
         ]
@@ -91,6 +97,8 @@ class RunSettings:
 
     def attach_options(self) -> dict[str, Any]:
         """Return the options of `attach`, except the hooks."""
+        from hookline.dispatch import HookSettings
+
         return {
             "runs": self.runs,
             "name": self.name,

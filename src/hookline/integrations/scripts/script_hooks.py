@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping
@@ -37,27 +35,25 @@ _LOAD = """hookline: checkpoints are in {folder}. The script cannot load them by
     checkpoint.load_into(model)"""
 
 
-def listen_to_script() -> ScriptHooks:
-    """Return what attaches the hooks of `hookline run` to this process."""
-    settings = RunSettings.from_environment()
+def listen_to_script(text: str) -> ScriptHooks:
+    """Return what attaches hooks to this process, from the settings of `hookline run` as JSON."""
+    settings = RunSettings.from_json(text)
 
     def options(only_possible: bool) -> Mapping[str, Any]:
         hooks = settings.make_hooks(only_possible=only_possible)
         return {"hooks": hooks, **settings.attach_options()}
 
-    hooks = ScriptHooks(
+    if any(isinstance(each, Mapping) and each.get("name") == "lint" for each in settings.hooks):
+        from hookline.hooks.lint.torch_watch import recorder
+
+        recorder.attach()
+    return ScriptHooks(
         options,
         strict=settings.strict,
         has_default_hooks=not settings.hooks,
         loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
         stopped_code=settings.stopped_code,
     )
-    if any(isinstance(each, Mapping) and each.get("name") == "lint" for each in settings.hooks):
-        from hookline.hooks.lint.torch_watch import recorder
-
-        recorder.attach()
-    hooks.report_at_exit()
-    return hooks
 
 
 class ScriptHooks:
@@ -88,7 +84,7 @@ class ScriptHooks:
         self._loop_options, self._stopped_code = loop_options or {}, stopped_code
         self._options, self._strict, self._on_attach = options, strict, on_attach
         self._has_default_hooks = has_default_hooks
-        self._loops = LoopWatch(self._attach_to_loop)
+        self._loops = LoopWatch(self._attach_to_loop, partial(self._fail, "this loop"))
         # Of bare loops, each with the step in which the newest optimizer was made. They are kept
         # alive: one that was freed with its model could not close its run.
         self._sessions: dict[Session, int] = {}
@@ -96,7 +92,6 @@ class ScriptHooks:
         self._trainers = weakref.WeakKeyDictionary()
         self._runs: list[Path] = []
         self._was_attached = self._has_failed = False
-        self._process = os.getpid()
 
     # -- loops ------------------------------------------------------------------------------------
 
@@ -173,8 +168,7 @@ class ScriptHooks:
         live = None if reference is None else reference()
         if (live is not None and not live.has_ended) or self._loops.is_paused:
             return original(trainer, *args, **kwargs)
-        prepare = known_trainers.PREPARE[module]
-        parts = prepare(trainer, list(self._loops.optimizers))
+        parts = known_trainers.find_parts_of(trainer, list(self._loops.optimizers))
         if parts is None:  # an engine that does not train, or whose loop is seen as a bare one
             return original(trainer, *args, **kwargs)
         what = f"a {type(trainer).__name__} of {module.partition('.')[0]}"
@@ -250,6 +244,7 @@ class ScriptHooks:
 
     def _fail(self, what: str, error: Exception) -> Session | None:
         if self._strict:
+            self._has_failed = True
             raise error
         self._report_failure(what, error)
         return None
@@ -267,14 +262,12 @@ class ScriptHooks:
         if session.run is not None and session.run.path not in self._runs:
             self._runs.append(session.run.path)
 
-    def report_at_exit(self) -> None:
-        """Say at the exit why nothing was attached, and how checkpoints are loaded."""
-        atexit.register(self._report)  # before that of a session, which is therefore called first
+    def report(self, *, is_settled: bool) -> None:
+        """Say why nothing was attached, unless that is known, and how checkpoints are loaded.
 
-    def _report(self) -> None:
-        if os.getpid() != self._process:  # a fork
-            return
-        if not self._was_attached and not self._has_failed:
+        Called at the exit, after sessions have ended.
+        """
+        if not is_settled and not self._was_attached and not self._has_failed:
             say(
                 f"Optimizers were made ({self._loops.describe()}), but no module with their "
                 "parameters was called with gradients enabled, so no hooks were attached. A loop "

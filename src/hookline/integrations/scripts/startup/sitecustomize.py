@@ -133,65 +133,109 @@ class _Finder:
 
 
 class _Child:
-    """The listener of this process, made when it is needed first."""
+    """The listener of this process, made when it is needed first.
 
-    def __init__(self) -> None:
-        self.was_needed = False
+    Args:
+        settings: the settings of `hookline run`; the script may change its environment.
+    """
+
+    def __init__(self, settings: str) -> None:
+        from time import time
+
+        self._settings = settings
+        self._process = os.getpid()
+        self._is_command = os.environ.get(PROCESS) == str(self._process)
+        self._start = time() - 1.0  # file systems have coarse clocks
+        self._was_needed = False
         self._listener: Any = None
 
     def get(self, is_needed: bool) -> Any:
         """Return the listener; None if it was not needed, or this interpreter has no Hookline."""
-        if is_needed and not self.was_needed:
-            self.was_needed = True
+        if is_needed and not self._was_needed:
+            self._was_needed = True
             try:
                 from hookline.integrations.scripts.script_hooks import listen_to_script
-            except ImportError as error:
+
+                self._listener = listen_to_script(self._settings)
+            except Exception as error:  # also of a version for another Python
                 self._report_missing(error)
-            else:
-                self._listener = listen_to_script()
         return self._listener
 
-    def _report_missing(self, error: ImportError) -> None:
-        from json import loads
-
+    def _report_missing(self, error: Exception) -> None:
         message = (
-            f"hookline: The interpreter {sys.executable} cannot import Hookline ({error}), so no "
-            "hooks are attached. Install it there, or run the script with the interpreter that "
-            "has it."
+            f"hookline: The interpreter {sys.executable} cannot import Hookline "
+            f"({type(error).__name__}: {error}), so no hooks are attached. Install it there, or "
+            "run the script with the interpreter that has it."
         )
-        if loads(os.environ[SETTINGS])["strict"]:
+        if self._setting("strict"):
             raise RuntimeError(message) from error
         print(message, file=sys.stderr, flush=True)
 
-    def report_nothing(self, start: float) -> None:
-        """Say at the exit that nothing has trained: no optimizer was made, and no run written."""
-        has_failed = hasattr(sys, "last_value")  # which says enough
-        if self.was_needed or has_failed or os.environ.get(PROCESS) != str(os.getpid()):
-            return
+    def _setting(self, name: str) -> Any:
         from json import loads
 
-        runs = loads(os.environ[SETTINGS])["runs"]
-        has_runs = os.path.isdir(runs)  # noqa: PTH112
-        if has_runs and any(each.stat().st_mtime >= start for each in os.scandir(runs)):
+        return loads(self._settings)[name]
+
+    def end(self) -> None:
+        """Say at the exit if no hooks were called; with `--strict`, fail.
+
+        Registered before all that the script registers, and therefore called last.
+        """
+        if os.getpid() != self._process:  # a fork
             return
+        has_failed = hasattr(sys, "last_value")  # its traceback says enough
+        is_settled = has_failed or (self._is_command and self._has_run())
+        if self._listener is not None:
+            self._listener.report(is_settled=is_settled)
+        if is_settled or not self._is_command:
+            return
+        if not self._was_needed:
+            self._report_nothing()
+        if self._setting("strict"):
+            _flush_files()
+            os._exit(1)  # nothing else changes the exit code here
+
+    def _has_run(self) -> bool:
+        """Return whether a run was written, also by another process, since this one started."""
+        runs = self._setting("runs")
+        if not os.path.isdir(runs):  # noqa: PTH112
+            return False
+        with os.scandir(runs) as folders:
+            return any(each.stat().st_mtime >= self._start for each in folders)
+
+    def _report_nothing(self) -> None:
         print(
-            f"hookline: This process has made no optimizer, and no run was written to {runs}: no "
-            "hooks were called. A loop that changes parameters without an optimizer cannot have "
-            f"hooks. If another process trains, it has to inherit PYTHONPATH and {SETTINGS} "
-            "(python -I and -E ignore them), and its interpreter has to have Hookline.",
+            "hookline: This process has made no optimizer, and no run was written to "
+            f"{self._setting('runs')}: no hooks were called. A loop that changes parameters "
+            "without an optimizer cannot have hooks. If another process trains, it has to inherit "
+            f"PYTHONPATH and {SETTINGS} (python -I and -E ignore them), and its interpreter has to "
+            "have Hookline.",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _start() -> None:
-    child = _Child()
-    watch(child.get)
-    if os.environ.get(PROCESS) == str(os.getpid()):
-        import atexit
-        from time import time
+def _flush_files() -> None:
+    """Write what open files have buffered, as Python does when it ends by itself."""
+    import gc
+    import io
+    from contextlib import suppress
 
-        atexit.register(child.report_nothing, time() - 1.0)  # file systems have coarse clocks
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with suppress(Exception):  # closed, a broken pipe
+                each.flush()
+
+
+def _start(settings: str) -> None:
+    import atexit
+
+    if hasattr(sys, "hookline_run"):  # the script has imported this once more
+        return
+    sys.hookline_run = settings  # type: ignore[attr-defined]
+    child = _Child(settings)
+    watch(child.get)
+    atexit.register(child.end)
 
 
 def _run_other() -> None:
@@ -210,5 +254,5 @@ def _run_other() -> None:
 
 if __name__ == "sitecustomize":  # else it was imported for what it defines
     if SETTINGS in os.environ:
-        _start()
+        _start(os.environ[SETTINGS])
     _run_other()
