@@ -297,6 +297,11 @@ def raise_or_return(norm: torch.Tensor | Exception) -> torch.Tensor:
     return norm
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients that an optimizer's parameters have."""
     return [

@@ -56,6 +56,7 @@ from hookline.integrations.bare_loop.data_watch import DataWatch
 from hookline.integrations.bare_loop.generation import GenerationWatch
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, saves_checkpoints
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
+from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
@@ -194,8 +195,11 @@ class Session:
                 "folder for runs: `attach(…, runs='runs')`."
             ),
         )
-        loop.state.optimizers, loop.state.schedulers = self.optimizers, self.schedulers
-        loop.state.scaler = self.scaler
+        is_given = not any(isinstance(each, AwaitedOptimizer) for each in self.optimizers)
+        loop.state.optimizers = self.optimizers if is_given else []
+        loop.state.schedulers, loop.state.scaler = self.schedulers, self.scaler
+        loop.state.late.expects_optimizers = not is_given
+        loop.state.late.expects_scaler = True
         return manager, loop
 
     # -- attaching --------------------------------------------------------------------------------
@@ -315,6 +319,13 @@ class Session:
             StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
             StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
+            # Last, because undoing a load that has failed leaves gradients as they are.
+            StateItem(
+                "pending_gradients",
+                self._watch.save_waiting_gradients,
+                self._watch.load_waiting_gradients,
+                compare=self._watch.compare_waiting_gradients,
+            ),
         ]
 
     def refuse(self, error: HooklineError) -> None:

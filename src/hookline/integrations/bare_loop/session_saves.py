@@ -106,7 +106,6 @@ class SessionSaves:
         if not together and not processes.is_main:
             return None
         self.save_requested()
-        self._watch.warn_of_waiting_gradients()
         (request,) = checkpoints.with_folders([request], in_all_ranks=together)
         checkpoints.extra = dict(extra)
         return checkpoints.save([request], wait=wait, together=together)
@@ -140,7 +139,6 @@ class SessionSaves:
         self._boundary.stop()
         if self._agreed:
             requests, self._agreed = self._agreed, []
-            self._watch.warn_of_waiting_gradients()
             self._loop.checkpoints.save(requests, together=self._is_together)
             self._random = None
             if self.on_saved is not None:
@@ -251,7 +249,7 @@ class SessionSaves:
 
 def _check_has_state(optimizer: Any) -> None:
     """Raise for an object like an optimizer whose state a checkpoint could not restore."""
-    if has_step_hooks(optimizer) or isinstance(optimizer, AwaitedOptimizer):
+    if isinstance(optimizer, AwaitedOptimizer) or has_step_hooks(optimizer):
         return
     kind = type(optimizer)
     methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")

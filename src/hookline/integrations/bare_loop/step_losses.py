@@ -27,6 +27,12 @@ log = logging.getLogger("hookline")
 _HAS_DIVISOR = ("Div", "Mul", "ToCopy", "Compiled")  # operations that may divide, or hide it
 _NONE, _SINGLE = Counter[int](), Counter({0: 1})  # losses by turn; those of a single backward
 
+_OF_SEVERAL = (
+    ". Each of the named optimizers has a loss of its own, which a run records as "
+    "`train/loss/<name>`. A hook that works without it gives the parameter a default: `loss=None`. "
+    "With lists instead of names, `attach([model, …], [optimizer, …])`, it is the mean of all."
+)
+
 
 @dataclass(slots=True)
 class BackwardLoss:
@@ -88,6 +94,11 @@ class StepLosses:
         self._group = accumulated_batches  # the number that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
         self._counts = _NONE  # backwards of the step that ends, by turn
+
+    @property
+    def _has_no_mean(self) -> bool:
+        """Whether there is no loss of the step: named optimizers have one each."""
+        return self._is_separate and len(self._context.optimizer_names) > 1
 
     def read(self, loss: torch.Tensor | None, scaler: torch.amp.GradScaler | None) -> BackwardLoss:
         """Return the loss of a backward that begins, and by what it was divided and multiplied."""
@@ -161,12 +172,14 @@ class StepLosses:
         if len(losses) > 1 or self._divided:
             for turn in self._counts:
                 self._learn([seen for seen in losses if seen.turn == turn])
+        names, means = self._context.optimizer_names, self._context.means
+        if names:
+            self._is_separate |= len(self._counts) > 1
         own = self._set(losses, self._counts)
         if not own:
             return
-        self._context.latest_loss = self._context.loss
-        names, means = self._context.optimizer_names, self._context.means
-        self._is_separate |= bool(names) and len(self._counts) > 1
+        if not self._has_no_mean:
+            self._context.latest_loss = self._context.loss
         if not self._is_separate:
             for loss in own:
                 means.add("train/loss", loss)
@@ -234,7 +247,7 @@ class StepLosses:
     def _set(self, losses: list[BackwardLoss], counts: Counter[int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context, absent = self._context, self._requirements
-        first = losses[0].loss if len(losses) == 1 else None
+        first = losses[0].loss if len(losses) == 1 and not self._has_no_mean else None
         if first is not None and self._divisor(losses[0], counts[losses[0].turn]) == 1.0:
             context.loss, absent.why_no_loss = LazyFloat(first), ""  # as in most loops
             return [first]
@@ -251,6 +264,9 @@ class StepLosses:
                     "it was divided for gradient accumulation. Say so: "
                     "`attach(…, loss_divided=True)` or `False`."
                 )
+        if self._has_no_mean:
+            absent.why_no_loss = _OF_SEVERAL
+            return own if len(own) == len(losses) else []
         if not losses and self.wanted:
             context.loss = NO_LOSS  # nan for hooks; left out of means and of the record
             return []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +56,7 @@ from hookline.loop.model_watch import (
     keep_out_of_graphs,
     models_in,
 )
+from hookline.loop.pending_gradients import compare_gradients, load_gradients, save_gradients
 from hookline.loop.phase_times import PhaseTimes
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
@@ -284,6 +285,7 @@ class StepWatch:
         self.checks.check_hooks()
         self._steps.watch(optimizer)
         log.info("Optimizer %d is %s, which steps now.", i, type(optimizer).__name__)
+        self.checks.report_late_state(self.loop.state.connect_optimizer(optimizer))
 
     def _take_gradients(self, i: int, awaited: Versions, were_ready: bool) -> None:
         """Note what was known about gradients before it was known which optimizer has them."""
@@ -573,14 +575,16 @@ class StepWatch:
     # Gradients are unscaled before the optimizer is called, fused or not, so that hooks see those
     # it uses; the result is the same, bit for bit.
 
-    def _use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+    def _use_scaler(self, scaler: torch.amp.GradScaler, *, has_scaled: bool = True) -> None:
         """Use a scaler that `attach` was not given, and that steps an attached optimizer."""
         if self.scaler is not None:
             self.checks.report("second scaler")
             return
-        self.scaler = self.loop.state.scaler = self._session.scaler = scaler
+        self.scaler = self._session.scaler = scaler
         self._takes_short_path = False
         log.info("The loop steps through a %s, which is used from now on.", type(scaler).__name__)
+        problems = self.loop.state.connect_scaler(scaler, has_scaled=has_scaled)
+        self.checks.report_late_state(problems)
 
     def _find_turn(self, scaler: torch.amp.GradScaler, optimizer: Any) -> int | None:
         """Return the number of an optimizer that a scaler handles; None if it is not attached."""
@@ -594,10 +598,19 @@ class StepWatch:
 
     def scaler_scale(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """Scale as the scaler does; it is noted which loss this was."""
+        if self.loop.state.late.scaler is not None and self._trains(outputs):
+            self._use_scaler(scaler, has_scaled=False)  # its state has to be there before it scales
         scaled = scale(outputs)
         if isinstance(scaled, torch.Tensor):
             self._scaled, self._scaled_by = weakref.ref(scaled), scaler
         return scaled
+
+    def _trains(self, loss: Any) -> bool:
+        """Return whether a loss was computed from parameters of the model."""
+        parameters = {id(parameter) for parameter in self.context.model.parameters()}
+        return isinstance(loss, torch.Tensor) and any(
+            id(getattr(node, "variable", None)) in parameters for node in _nodes_of(loss)
+        )
 
     def scaler_unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         """Unscale as the scaler does, and fire on_gradients_ready."""
@@ -774,17 +787,25 @@ class StepWatch:
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
 
-    def warn_of_waiting_gradients(self) -> None:
-        """Warn that a checkpoint does not have gradients which wait for a slower optimizer."""
+    def save_waiting_gradients(self) -> list[list[Any] | None]:
+        """Return the gradients that wait for optimizers which step less often than another one."""
         ends_with = self.rule.ends_with
-        waiting = (o for i, o in enumerate(self.optimizers) if i != ends_with and gradients_of(o))
-        if ends_with is not None and next(waiting, None) is not None:
-            self.checks.warn_once(
-                "waiting gradients",
-                "A checkpoint has no gradients. This one was saved while those of an optimizer "
-                "that steps less often wait for its step: a resumed run steps it without them. "
-                "Save after steps in which all optimizers have stepped.",
+        waits = [ends_with not in (None, i) for i in range(len(self.optimizers))]
+        return save_gradients(self.optimizers, waits)
+
+    def load_waiting_gradients(self, saved: list[list[Any] | None]) -> None:
+        """Restore gradients that wait for optimizers; those must be there."""
+        if not self.awaits_optimizer:
+            load_gradients(self.optimizers, saved)
+        elif any(saved):
+            log.warning(
+                "The checkpoint has gradients that wait for an optimizer which is not known yet, "
+                "so they are not restored. Give it: attach(model, optimizers, …)."
             )
+
+    def compare_waiting_gradients(self, saved: list[list[Any] | None]) -> list[str]:
+        """Return a line if gradients in a checkpoint are of other parameters."""
+        return [] if self.awaits_optimizer else compare_gradients(self.optimizers, saved)
 
     # -- the end of a step ------------------------------------------------------------------------
 
@@ -817,7 +838,9 @@ class StepWatch:
         self._awaited = None
         self._end_step(skipped=skipped, is_late=is_late)
         self.context.stepped = ()
-        self.checks.is_first_step = False
+        if self.checks.is_first_step:
+            self.checks.is_first_step = False
+            self.checks.warn_of_waiting_states()
 
     def _forget_gradients(self, stepped: tuple[int, ...]) -> None:
         """Forget about gradients that steps have used; others wait for their optimizer."""
@@ -877,7 +900,7 @@ class StepWatch:
         context, record = self.context, self.loop.record
         for name, own in losses:
             record.add_to_step(name, own)
-        for i in context.stepped or (0,):
+        for i in () if self.needs.logs_rates else context.stepped or (0,):
             if (lr := context.read_lr(i)) is not None:
                 record.add_to_step(f"lr/{context.optimizer_names[i]}", lr)
         return None if losses else loss
@@ -885,6 +908,17 @@ class StepWatch:
 
 def _nothing() -> None:
     """Return None, as a weak reference does whose object is gone."""
+
+
+def _nodes_of(loss: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph, each once."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
 
 
 def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
