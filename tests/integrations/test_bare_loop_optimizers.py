@@ -560,7 +560,7 @@ def test_an_optimizer_that_comes_after_a_checkpoint_was_loaded_gets_its_state(
     data = batches(6)
     whole, _ = run_shop(tmp_path, data, several=several)
     run_shop(tmp_path, data[:3], several=several, save="saved")
-    resumed, optimizers = run_shop(tmp_path, data[3:], several=several, load="saved", save="again")
+    resumed, _ = run_shop(tmp_path, data[3:], several=several, load="saved", save="again")
     assert same(weights(resumed), weights(whole))
     assert caplog.text == ""
     given, _ = make(seed=4)
@@ -595,9 +595,9 @@ def test_a_late_optimizer_of_another_class_is_refused_in_its_first_step(tmp_path
     session.load_checkpoint(tmp_path / "saved")
     before = weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(hookline.CheckpointError, match="is AdamW in the checkpoint and SGD here"):
-        with session:
-            train(model, optimizer, batches(1))
+    message = "is AdamW in the checkpoint and SGD here"
+    with pytest.raises(hookline.CheckpointError, match=message), session:
+        train(model, optimizer, batches(1))
     assert same(weights(model), before)
 
 

@@ -180,6 +180,7 @@ class HookNeeds:
     clips: bool
     calls: bool
     backward: bool
+    counts_calls: bool
     batch_metrics: bool
     batches: bool
     logs_rates: bool  # a hook logs the learning rates of named optimizers
@@ -209,6 +210,8 @@ class HookNeeds:
             calls=bool(fire.on_before_forward or fire.on_after_forward or fire.forward),
             # A checkpoint is not saved between a backward and the step.
             backward=loss or clips or saves or fire.on_after_backward is not None,
+            # What is logged after a step belongs to it, until the model is called again.
+            counts_calls=has_run or saves,
             batch_metrics="metrics" in wanted["on_train_batch_end"],
             batches=has_run
             or bool(fire.on_train_batch_start or fire.on_train_batch_end)
@@ -277,8 +280,8 @@ class LoopChecks:
         if waiting:
             self.warn_once(
                 "waiting states",
-                f"The checkpoint has the state of {' and '.join(waiting)}, which was not seen in the "
-                "first step. It is restored when it is used; if it never is, it has no effect.",
+                f"The checkpoint has the state of {' and '.join(waiting)}, which was not seen in "
+                "the first step. It is restored when it is used; if it never is, it has no effect.",
             )
 
     def check_hooks(self) -> None:

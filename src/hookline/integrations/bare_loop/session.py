@@ -748,6 +748,7 @@ class Session:
             from hookline.integrations.bare_loop.session_saves import SessionSaves
 
             self._saves = SessionSaves(self.loop, self._watch)
+            self._watch.count_calls()
         self._watch.has_boundary_work = True
         return self._saves
 

@@ -46,6 +46,7 @@ class BackwardLoss:
         known_divisor: the number that it was divided by, where another library says so.
         scaler: what has multiplied it; None without a scaler.
         turn: how many times optimizers have stepped before it, in its step.
+        is_plain: whether nothing of this matters, as in most loops.
     """
 
     loss: torch.Tensor | None
@@ -55,6 +56,7 @@ class BackwardLoss:
     known_divisor: float | None = None
     scaler: torch.amp.GradScaler | None = None
     turn: int = 0
+    is_plain: bool = False
 
 
 class StepLosses:
@@ -106,8 +108,8 @@ class StepLosses:
         if loss is None or self._divided is False or self.divisor is not None:
             return BackwardLoss(loss, scaler=scaler)
         is_scaled = scaler is not None
-        node = loss.grad_fn
-        if not is_scaled and (node is None or not node.name().startswith(_HAS_DIVISOR)):
+        # The class of a node has its name, which `node.name()` makes anew in each call.
+        if not is_scaled and not type(loss.grad_fn).__name__.startswith(_HAS_DIVISOR):
             return BackwardLoss(loss)
         divisor = find_divisor(loss, is_scaled=is_scaled)
         compiled = divisor is None and is_compiled(loss, is_scaled=is_scaled)
@@ -122,7 +124,10 @@ class StepLosses:
         # Gradients were dropped since the last backward, if there was one: it had no step.
         if not had_gradients and not self.turns:
             self._step.clear()
-        seen.known_divisor, seen.turn = self.divisor, len(self.turns)
+        if self.divisor is not None or self.turns:
+            seen.known_divisor, seen.turn = self.divisor, len(self.turns)
+        elif seen.loss is not None and seen.divisor is None and not seen.compiled:
+            seen.is_plain = True
         self._step.append(seen)
         batch = self._context.known("current_batch")
         if batch is not None and not batch.ended:  # else nobody asks for it, or clears it
@@ -167,19 +172,24 @@ class StepLosses:
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
-        losses = self._first or self._step
+        losses, context = self._first or self._step, self._context
+        names, means = context.optimizer_names, context.means
+        if len(losses) == 1 and losses[0].is_plain and not (self._divided or names):
+            context.loss = context.latest_loss = LazyFloat(losses[0].loss)
+            means.add("train/loss", losses[0].loss)
+            self._counts, self._requirements.why_no_loss = _SINGLE, ""
+            return
         self._counts = _count_turns(losses)
         if len(losses) > 1 or self._divided:
             for turn in self._counts:
                 self._learn([seen for seen in losses if seen.turn == turn])
-        names, means = self._context.optimizer_names, self._context.means
         if names:
             self._is_separate |= len(self._counts) > 1
         own = self._set(losses, self._counts)
         if not own:
             return
         if not self._has_no_mean:
-            self._context.latest_loss = self._context.loss
+            context.latest_loss = context.loss
         if not self._is_separate:
             for loss in own:
                 means.add("train/loss", loss)

@@ -46,8 +46,8 @@ from hookline.loop.event_context import (
     Versions,
     gradient_versions,
     gradients_of,
+    have_gradients_changed,
     norm_or_error,
-    version_of,
 )
 from hookline.loop.model_watch import (
     ForwardTargets,
@@ -102,6 +102,7 @@ class StepWatch:
         backwards_seen: how many backwards have changed gradients.
         has_new_gradients: whether backward has run since the last step.
         always_sees_calls: whether calls of model and backward are seen also if no hook needs them.
+        always_counts_calls: whether calls of the model are counted also after the first step.
     """
 
     def __init__(
@@ -155,7 +156,8 @@ class StepWatch:
         self._verified = self._takes_short_path = self._starts_silently = False
         self._has_started = self._closure_evaluated = False
         self._backward: _Before | None = None  # that runs, and has not been counted yet
-        self.has_new_gradients = self.always_sees_calls = False
+        self.has_new_gradients = self.always_sees_calls = self.always_counts_calls = False
+        self._other_threads: set[int] = set()  # that train other models
         self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
         self._thread = get_ident()  # that trains, as far as is seen
 
@@ -214,7 +216,7 @@ class StepWatch:
         # on_train_start comes before the first forward, also without `with`.
         starts = self.dispatchers.on_train_start is not None and not self._has_started
         backward = needs.backward or self.always_sees_calls
-        self.model.watch(calls=needs.calls or starts or self.always_sees_calls, returns=backward)
+        self._watch_model(starts=starts)
         if self._data is not None:
             wanted = needs.batches or self._requirements.counts_batches
             self._data.watch(batches=wanted, is_compiled=self._is_compiled())
@@ -222,6 +224,22 @@ class StepWatch:
         (backward_patch.add if backward else backward_patch.remove)(self)
         self._unchecked = True
         self._takes_short_path = self._starts_silently = False
+
+    def _watch_model(self, *, starts: bool = False) -> None:
+        """Watch calls of the model if hooks need them; or count them, as far as they matter.
+
+        In the first step, they tell which thread trains the model.
+        """
+        needs, always = self.needs, self.always_sees_calls
+        matter = self.checks.is_first_step or needs.counts_calls or self.always_counts_calls
+        returns = always or (needs.backward and (matter or self._is_compiled()))
+        self.model.watch(calls=needs.calls or starts or always, returns=returns)
+
+    def count_calls(self) -> None:
+        """Count the model's calls from now on: the session saves checkpoints between them."""
+        if not self.always_counts_calls:
+            self.always_counts_calls = True
+            self._watch_model()
 
     def _is_compiled(self) -> bool:
         """Return whether hooks on parts of the model would be compiled."""
@@ -336,7 +354,7 @@ class StepWatch:
     def before_backward(self, loss: torch.Tensor | None) -> _Before | None:
         """Return the loss and the gradients; None for a thread that does not train the model."""
         given = self._given_loss
-        if given is None and get_ident() not in (self._thread, self.model.thread):
+        if given is None and get_ident() != self._thread and not self._is_in_training_thread(loss):
             return None
         if self.times.timed:
             self.times.lap("forward")
@@ -355,6 +373,18 @@ class StepWatch:
         self._backward = _Before(versions, seen, given is not None, scaler)
         return self._backward
 
+    def _is_in_training_thread(self, loss: torch.Tensor | None) -> bool:
+        """Return whether the thread that runs backward, and has ended no step, trains the model."""
+        thread = get_ident()
+        if thread == self.model.thread:
+            return True
+        if not self.model.is_counting and thread not in self._other_threads:
+            if loss is not None and self._trains(loss):
+                self._thread = thread
+                return True
+            self._other_threads.add(thread)
+        return False
+
     def _dropped_gradients(self, versions: list[Versions]) -> bool:
         """Return whether the loop had gradients that no optimizer has used."""
         return self.awaits_optimizer and bool(self.backwards_seen) and not any(versions)
@@ -364,7 +394,9 @@ class StepWatch:
         if before is None:
             return
         has_stepped, self._backward = self._backward is not before, None
-        changed = before.is_given or any(map(_have_changed, before.versions, self.optimizers))
+        changed = before.is_given or any(
+            map(have_gradients_changed, before.versions, self.optimizers)
+        )
         if not changed and not has_stepped:
             return
         self.has_new_gradients = changed
@@ -397,7 +429,7 @@ class StepWatch:
         # An optimizer that steps less often than another has gradients of several steps.
         takes_part = not self._stepped and self.rule.ends_with is None
         for i in tuple(self._ready):
-            if not _have_changed(before[i], self.optimizers[i]):
+            if not have_gradients_changed(before[i], self.optimizers[i]):
                 continue
             if i in self._stepped:
                 self._has_more.add(i)
@@ -841,6 +873,7 @@ class StepWatch:
         if self.checks.is_first_step:
             self.checks.is_first_step = False
             self.checks.warn_of_waiting_states()
+            self._watch_model()
 
     def _forget_gradients(self, stepped: tuple[int, ...]) -> None:
         """Forget about gradients that steps have used; others wait for their optimizer."""
@@ -919,11 +952,3 @@ def _nodes_of(loss: torch.Tensor) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [following for following, _ in node.next_functions]
-
-
-def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a gradient was changed in place or replaced; the first one decides."""
-    gradients = gradients_of(optimizer)
-    if len(before) != len(gradients):
-        return True
-    return any(version_of(g) != version for g, version in zip(gradients, before, strict=True))
