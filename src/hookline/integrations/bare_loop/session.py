@@ -585,16 +585,17 @@ class Session:
         ):
             self.loop.requests.checkpoint(SaveRequest())
 
-    def _saved_for_signal(self) -> None:
+    def _saved_for_signal(self, path: Path | None) -> None:
         """Say how to continue, and leave the loop, if it has not ended by itself."""
         assert self._termination is not None
-        received = self.loop.requests.signal or Signals.SIGTERM
-        for result in self.loop.checkpoints.report(wait=True):
-            if result.path is not None:
-                announce(
-                    f"{received.name}: saved {result.path}. To continue it, call "
-                    "`session.load_checkpoint()` before training starts."
-                )
+        requests = self.loop.requests
+        if path is not None:
+            received = requests.signal or Signals.SIGTERM
+            announce(
+                f"{received.name}: saved {path}. To continue it, call `session.load_checkpoint()` "
+                "before training starts."
+            )
+        self.loop.ranks.wait_for_save(requests.seconds_before_kill())
         if not self.has_ended:
             self._termination.exit()
 
@@ -903,7 +904,7 @@ class Session:
             self.reach_boundary()
         for i, batch in enumerate(batches):
             if self._data is not None:
-                self._data.take(batch)
+                self._data.take(batch, trains=trains)
             phases.begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
             phases.end_batch()
