@@ -494,6 +494,21 @@ def test_the_losses_of_its_first_step_are_undivided_and_unscaled():
     assert found == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
 
 
+def test_losses_that_were_changed_after_scaling_are_unscaled_when_the_scaler_is_found():
+    model, optimizer = make()
+    hook, losses = recorder(on_step_end=("loss",)), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in batches(3):
+            loss = F.mse_loss(model(x), y)
+            (scaler.scale(loss) + 0.0).backward()  # not on what the scaler has returned
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert [float(told["loss"]) for told in told_in(hook, "on_step_end")] == losses
+
+
 def test_a_scaler_that_comes_in_a_later_step_is_found():
     model, optimizer = make()
     hook = recorder("on_step_skipped", on_step_end=("loss",))
@@ -653,3 +668,20 @@ def test_a_state_that_still_waits_after_the_first_step_is_reported_once(tmp_path
         assert "the state of the scaler, which was not seen in the first step" in caplog.text
         train(model, optimizer, batches(2))
     assert caplog.text.count("not seen in the first step") == 1
+
+
+def test_a_state_that_waits_is_not_for_the_scaler_of_another_model(tmp_path):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hookline.attach(model, optimizer, scaler=scaler) as session:
+        scaled_loop(model, optimizer, scaler, batches(1))
+        session.save_checkpoint(tmp_path / "saved", wait=True)
+    other, its_optimizer = make(seed=3)
+    its_scaler, own = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0))
+    session = hookline.attach(model, optimizer, hooks=[recorder("on_step_end")])
+    session.load_checkpoint(tmp_path / "saved")
+    with session:
+        scaled_loop(other, its_optimizer, its_scaler, batches(1))
+        scaled_loop(model, optimizer, own, batches(1))
+        assert session.scaler is own
+    assert (its_scaler.get_scale(), own.get_scale()) == (8.0, 1024.0)
