@@ -174,9 +174,10 @@ class StepLosses:
         """Learn whether losses are divided, and add the step's loss to the means."""
         losses, context = self._first or self._step, self._context
         names, means = context.optimizer_names, context.means
-        if len(losses) == 1 and losses[0].is_plain and not (self._divided or names):
-            context.loss = context.latest_loss = LazyFloat(losses[0].loss)
-            means.add("train/loss", losses[0].loss)
+        plain = losses[0].loss if len(losses) == 1 and losses[0].is_plain else None
+        if plain is not None and not (self._divided or names):
+            context.loss = context.latest_loss = LazyFloat(plain)
+            means.add("train/loss", plain)
             self._counts, self._requirements.why_no_loss = _SINGLE, ""
             return
         self._counts = _count_turns(losses)
