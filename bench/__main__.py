@@ -36,6 +36,7 @@ from bench import (
     sharded_saves,
     trackers,
     trainer,
+    unchanged_loops,
     updates,
 )
 from bench.harness import Row, table
@@ -43,6 +44,7 @@ from bench.harness import Row, table
 PARTS = {
     "dispatch": dispatch.run,
     "raw": raw.run,
+    "unchanged_loops": unchanged_loops.run,
     "trainer": trainer.run,
     "monitors": monitors.run,
     "diagnostics": diagnostics.run,

@@ -23,6 +23,7 @@ __all__ = ["run"]
 
 TEN = 10
 LIMIT = 1.15
+EVERYTHING_LIMIT = 1.45  # it computes a norm, which alone is 1.15 to 1.2 in a loop without hooks
 WARMUP = 60  # steps; the first firings of an event are all timed
 
 
@@ -77,9 +78,7 @@ PAIRS: dict[str, type[hookline.Hook]] = {
     "on_before_forward, on_after_forward": Forward,
     "on_step_end(step, lr), on_after_optimizer_step": Rate,
 }
-INFORMATION: dict[str, type[hookline.Hook]] = {
-    "on_step_end(step, loss, grad_norm, lr), on_train_start": Everything,
-}
+EVERYTHING = "on_step_end(step, loss, grad_norm, lr), on_train_start"
 
 
 OWN = "PyTorch's own part of on_after_backward: a hook on the output, a callback at the end"
@@ -91,7 +90,8 @@ def run(*, quick: bool) -> list[Row]:
         "bare": partial(_timed, None, steps),
         "bare again": partial(_timed, None, steps),
         OWN: partial(_timed, None, steps, own_hooks=True),
-        **{name: partial(_timed, hook, steps) for name, hook in (PAIRS | INFORMATION).items()},
+        **{name: partial(_timed, hook, steps) for name, hook in PAIRS.items()},
+        EVERYTHING: partial(_timed, Everything, steps),
         **peers.loops(hooks=TEN, steps=steps, warmup=WARMUP),
     }
     measured = interleave(candidates, rounds=rounds, warmup=1)
@@ -112,7 +112,7 @@ def run(*, quick: bool) -> list[Row]:
             },
         ),
         *(Row(f"    {name}", ratios[name], "×", LIMIT, note=micro[name]) for name in PAIRS),
-        *(Row(f"    {name}", ratios[name], "×", note=micro[name]) for name in INFORMATION),
+        Row(f"    {EVERYTHING}", ratios[EVERYTHING], "×", EVERYTHING_LIMIT, note=micro[EVERYTHING]),
         Row(f"    {OWN}", ratios[OWN], "×", note=micro[OWN]),
         Row("    the bare loop over itself (the noise)", ratios["bare again"], "×"),
     ]

@@ -56,7 +56,11 @@ class LazyFloat(_Float):
         value: Any = self._value
         if type(value) is not float:
             number: Any = value() if callable(value) else value
-            value = self._value = to_float(number)  # waits for the device and releases the tensor
+            try:  # as `to_float` does; a hook's loss is read here in each step
+                value = float(number)  # waits for the device
+            except OverflowError:
+                value = to_float(number)
+            self._value = value  # releases the tensor
         return cast(float, value)
 
     def read_with(self, other: LazyFloat) -> None:

@@ -360,3 +360,24 @@ def test_no_tokens_are_counted_if_there_are_none():
         hookline.attach(model, optimizer, hooks=[hook], tokens=None),
     ):
         speak(model, optimizer)
+
+
+def test_an_embedding_that_is_called_twice_in_a_forward_counts_its_tokens_once():
+    class Twice(nn.Module):
+        """As an encoder and a decoder that share their embedding."""
+
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(8, 4)
+
+        def forward(self, tokens):
+            return self.embedding(tokens) + self.embedding(tokens.flip(1))
+
+    model = Twice()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = recorder(on_step_end=("tokens_seen",))
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for _ in range(2):
+            model(torch.zeros(2, 3, dtype=torch.long)).square().mean().backward()
+            optimizer.step()
+    assert told_in(hook, "on_step_end") == [{"tokens_seen": 6}, {"tokens_seen": 12}]

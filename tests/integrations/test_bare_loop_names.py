@@ -91,6 +91,60 @@ def test_losses_and_rates_of_named_optimizers_are_recorded_apart(tmp_path, caplo
     assert "generator.main.2.weight" in manifest["parameter_names"]
 
 
+def test_a_hook_that_asks_for_a_loss_of_several_named_optimizers_is_refused():
+    models, optimizers = make_gan()
+    before = [weights(model) for model in models.values()]
+    hook = recorder(on_step_end=("loss",))
+    with (
+        pytest.raises(hookline.NotProvidedError, match=r"on_step_end\) asks for 'loss'. Each of"),
+        hookline.attach(models, optimizers, hooks=[hook]),
+    ):
+        train_gan(models, optimizers)
+    assert all(map(same, map(weights, models.values()), before))
+
+
+def test_a_hook_that_works_without_the_loss_gets_none_of_several_named_optimizers():
+    models, optimizers = make_gan()
+    seen = []
+
+    class Optional(hookline.Hook):
+        def on_step_end(self, step, state, loss=None):
+            seen.append((step, loss, "latest_loss" in state, "avg_loss" in state))
+
+    with hookline.attach(models, optimizers, hooks=[Optional()]):
+        train_gan(models, optimizers, steps=2)
+    assert seen == [(1, None, False, False), (2, None, False, False)]
+
+
+def test_a_single_named_model_has_a_loss():
+    models, optimizers = make_gan()
+    hook = recorder(on_step_end=("loss",))
+    only = {"discriminator": models["discriminator"]}
+    with hookline.attach(only, {"only": optimizers["discriminator"]}, hooks=[hook]):
+        loss = models["discriminator"](torch.ones(2, 4)).mean()
+        loss.backward()
+        optimizers["discriminator"].step()
+    assert told_in(hook, "on_step_end") == [{"loss": loss.item()}]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_rate_monitor_uses_the_names_of_optimizers_and_logs_each_rate_once(groups, tmp_path):
+    models, optimizers = make_gan()
+    if groups == 2:
+        optimizers["generator"].add_param_group({"params": [torch.ones(1)], "lr": 0.5})
+    monitor = hookline.LRMonitor(log_momentum=True)
+    with hookline.attach(models, optimizers, hooks=[monitor], runs=tmp_path) as session:
+        train_gan(models, optimizers, steps=2)
+    assert records(session, "lr/discriminator") == [(1, 0.02), (2, 0.02)]
+    assert records(session, "momentum/discriminator") == [(1, 0.9), (2, 0.9)]
+    if groups == 1:
+        assert records(session, "lr/generator") == [(1, 0.01), (2, 0.01)]
+    else:
+        assert records(session, "lr/generator") == []
+        assert records(session, "lr/generator/group_1") == [(1, 0.5), (2, 0.5)]
+    assert records(session, "lr/Adam") == []
+
+
 def test_parameters_have_the_names_of_their_models():
     models, optimizers = make_gan()
     names = []

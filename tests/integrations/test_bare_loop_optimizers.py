@@ -151,17 +151,48 @@ def test_a_checkpoint_of_an_uneven_loop_is_saved_when_all_have_stepped(tmp_path)
     torch.testing.assert_close(state(other, others), expected, rtol=0, atol=0)
 
 
-def test_a_checkpoint_without_gradients_that_wait_says_so_once(tmp_path, caplog):
+@pytest.mark.parametrize("says", [False, True], ids=["found", "step_of"])
+def test_gradients_that_wait_for_the_slower_optimizer_are_saved_and_restored(says, tmp_path):
+    def attach():
+        model, _ = make()
+        model.drop.p = 0.0
+        optimizers = two_optimizers(model)
+        options = {"step_of": optimizers[0]} if says else {}
+        return model, optimizers, hookline.attach(model, optimizers, **options)
+
+    data = batches(9)
+    model, optimizers, session = attach()
+    with session:
+        uneven_loop(model, optimizers, data[:3], every=3)
+        uneven_loop(model, optimizers, data[3:5], every=3)  # the second one has not stepped again
+        waiting = [p.grad.clone() for p in optimizers[1].param_groups[0]["params"]]
+        session.save_checkpoint(tmp_path / "saved", wait=True)
+        uneven_loop(model, optimizers, data[5:6], every=1)
+        uneven_loop(model, optimizers, data[6:], every=3)
+    resumed, its_optimizers, session = attach()
+    assert session.load_checkpoint(tmp_path / "saved").step == 5
+    assert same([p.grad for p in its_optimizers[1].param_groups[0]["params"]], waiting)
+    assert all(p.grad is None for p in its_optimizers[0].param_groups[0]["params"])
+    with session:
+        uneven_loop(resumed, its_optimizers, data[5:6], every=1)
+        uneven_loop(resumed, its_optimizers, data[6:], every=3)
+    assert same(weights(resumed), weights(model))
+
+
+def test_gradients_of_other_parameters_are_refused(tmp_path):
     model, _ = make()
     optimizers = two_optimizers(model)
     with hookline.attach(model, optimizers, step_of=optimizers[0]) as session:
-        uneven_loop(model, optimizers, batches(2))
-        session.save_checkpoint(tmp_path / "all", wait=True)
-        assert caplog.text == ""
-        for name in ("first", "second"):
-            uneven_loop(model, optimizers, batches(1))
-            session.save_checkpoint(tmp_path / name, wait=True)
-    assert caplog.text.count("A checkpoint has no gradients") == 1
+        uneven_loop(model, optimizers, batches(1))
+        session.save_checkpoint(tmp_path / "saved", wait=True)
+    other, _ = make()
+    matrices = [p for p in other.parameters() if p.ndim == 2]
+    others = [p for p in other.parameters() if p.ndim != 2]
+    swapped = [torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others[::-1])]
+    session = hookline.attach(other, swapped)
+    with pytest.raises(hookline.CheckpointError, match="gradients of the step in progress"):
+        session.load_checkpoint(tmp_path / "saved")
+    assert all(parameter.grad is None for parameter in other.parameters())
 
 
 def test_step_of_has_to_be_attached():
@@ -463,6 +494,21 @@ def test_the_losses_of_its_first_step_are_undivided_and_unscaled():
     assert found == pytest.approx([sum(losses[:2]) / 2, sum(losses[2:]) / 2])
 
 
+def test_losses_that_were_changed_after_scaling_are_unscaled_when_the_scaler_is_found():
+    model, optimizer = make()
+    hook, losses = recorder(on_step_end=("loss",)), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for x, y in batches(3):
+            loss = F.mse_loss(model(x), y)
+            (scaler.scale(loss) + 0.0).backward()  # not on what the scaler has returned
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert [float(told["loss"]) for told in told_in(hook, "on_step_end")] == losses
+
+
 def test_a_scaler_that_comes_in_a_later_step_is_found():
     model, optimizer = make()
     hook = recorder("on_step_skipped", on_step_end=("loss",))
@@ -503,3 +549,139 @@ def test_methods_of_scalers_are_put_back():
     with hookline.attach(model, optimizer, hooks=[recorder("on_step_end")]):
         assert kind.step is not before[2]
     assert (kind.scale, kind.unscale_, kind.step) == before
+
+
+# -- a checkpoint that was loaded before they came ------------------------------------------------
+
+
+def run_shop(folder, data, *, several, load=None, save=None):
+    model, _ = make()
+    model.drop.p = 0.0
+    session = hookline.attach(model, hooks=[recorder("on_step_end")])
+    if load is not None:
+        session.load_checkpoint(folder / load)
+    with session:
+        shop = Shop(model, data, several=several)
+        shop.run()
+        if save is not None:
+            session.save_checkpoint(folder / save, wait=True)
+    return model, shop.optimizers
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "two"])
+def test_an_optimizer_that_comes_after_a_checkpoint_was_loaded_gets_its_state(
+    several, tmp_path, caplog
+):
+    data = batches(6)
+    whole, _ = run_shop(tmp_path, data, several=several)
+    run_shop(tmp_path, data[:3], several=several, save="saved")
+    resumed, _ = run_shop(tmp_path, data[3:], several=several, load="saved", save="again")
+    assert same(weights(resumed), weights(whole))
+    assert caplog.text == ""
+    given, _ = make(seed=4)
+    session = hookline.attach(given, two_optimizers(given) if several else optimizers_like(given))
+    session.load_checkpoint(tmp_path / "again")  # has their states, as any other
+    assert same(weights(given), weights(whole))
+
+
+def optimizers_like(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def test_states_that_wait_are_saved_again(tmp_path):
+    run_shop(tmp_path, batches(2), several=False, save="saved")
+    model, _ = make()
+    session = hookline.attach(model, hooks=[])
+    session.load_checkpoint(tmp_path / "saved")
+    with session:
+        session.save_checkpoint(tmp_path / "again", wait=True)
+    first, second = (
+        hookline.integrations.bare_loop.session_saves.load_checkpoint(tmp_path / name).state
+        for name in ("saved", "again")
+    )
+    torch.testing.assert_close(second["optimizers"], first["optimizers"], rtol=0, atol=0)
+    assert second["classes"] == first["classes"]
+
+
+def test_a_late_optimizer_of_another_class_is_refused_in_its_first_step(tmp_path):
+    run_shop(tmp_path, batches(2), several=False, save="saved")
+    model, _ = make()
+    session = hookline.attach(model, hooks=[recorder("on_step_end")])
+    session.load_checkpoint(tmp_path / "saved")
+    before = weights(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = "is AdamW in the checkpoint and SGD here"
+    with pytest.raises(hookline.CheckpointError, match=message), session:
+        train(model, optimizer, batches(1))
+    assert same(weights(model), before)
+
+
+def test_a_late_optimizer_whose_rate_the_loop_sets_is_warned_about(tmp_path, caplog):
+    run_shop(tmp_path, batches(2), several=False, save="saved")
+    model, _ = make()
+    session = hookline.attach(model, hooks=[recorder("on_step_end")])
+    session.load_checkpoint(tmp_path / "saved")
+    with session:
+        train(model, torch.optim.AdamW(model.parameters(), lr=0.5), batches(1))
+    assert "is now that of the checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+def test_a_scaler_that_comes_after_a_checkpoint_was_loaded_gets_its_state(late, tmp_path, caplog):
+    def run(data, load=None, save=None):
+        model, _ = make()
+        model.drop.p = 0.0
+        optimizer = torch.optim.Adam(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        hooks = [recorder(on_step_end=("loss", "grad_norm"))]
+        session = hookline.attach(model, *([] if late else [optimizer]), hooks=hooks)
+        if load is not None:
+            session.load_checkpoint(tmp_path / load)
+        with session:
+            losses = scaled_loop(model, optimizer, scaler, data)
+            if save is not None:
+                session.save_checkpoint(tmp_path / save, wait=True)
+        found = [float(told["loss"]) for told in told_in(hooks[0], "on_step_end")]
+        assert found == pytest.approx(losses)
+        return model, scaler
+
+    data = batches(7)
+    whole, its_scaler = run(data)
+    run(data[:3], save="saved")
+    resumed, scaler = run(data[3:], load="saved")
+    assert scaler.state_dict() == its_scaler.state_dict()
+    assert same(weights(resumed), weights(whole))
+    assert caplog.text == ""
+
+
+def test_a_state_that_still_waits_after_the_first_step_is_reported_once(tmp_path, caplog):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hookline.attach(model, optimizer, scaler=scaler) as session:
+        scaled_loop(model, optimizer, scaler, batches(1))
+        session.save_checkpoint(tmp_path / "saved", wait=True)
+    session = hookline.attach(model, optimizer)
+    session.load_checkpoint(tmp_path / "saved")
+    assert caplog.text == ""
+    with session:
+        train(model, optimizer, batches(1))
+        assert "the state of the scaler, which was not seen in the first step" in caplog.text
+        train(model, optimizer, batches(2))
+    assert caplog.text.count("not seen in the first step") == 1
+
+
+def test_a_state_that_waits_is_not_for_the_scaler_of_another_model(tmp_path):
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hookline.attach(model, optimizer, scaler=scaler) as session:
+        scaled_loop(model, optimizer, scaler, batches(1))
+        session.save_checkpoint(tmp_path / "saved", wait=True)
+    other, its_optimizer = make(seed=3)
+    its_scaler, own = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (8.0, 2.0))
+    session = hookline.attach(model, optimizer, hooks=[recorder("on_step_end")])
+    session.load_checkpoint(tmp_path / "saved")
+    with session:
+        scaled_loop(other, its_optimizer, its_scaler, batches(1))
+        scaled_loop(model, optimizer, own, batches(1))
+        assert session.scaler is own
+    assert (its_scaler.get_scale(), own.get_scale()) == (8.0, 1024.0)

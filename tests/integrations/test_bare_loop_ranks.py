@@ -73,3 +73,33 @@ def test_an_exception_in_one_rank_ends_all_and_is_shown(tmp_path: Path) -> None:
         assert "the data of rank 1 is damaged" in root_cause
         (run,) = (tmp_path / kind).iterdir()
         assert json.loads((run / "manifest.json").read_text())["status"] != "completed"
+
+
+def test_a_signal_to_one_rank_saves_and_ends_all_and_the_run_is_continued(tmp_path: Path) -> None:
+    """DDP, FSDP2, and a program with a handler of its own, which ends its loop by itself."""
+    cases = {"ddp": "step", "fsdp": "backward", "handler": "step"}
+    for kind in cases:
+        (tmp_path / kind).mkdir()
+    processes = {
+        kind: start_ranks("signalled_loop.py", tmp_path / kind, kind, when, "1")
+        for kind, when in cases.items()
+    }
+    for kind, process in processes.items():
+        try:
+            _, errors = process.communicate(timeout=120)  # waits for ever if a rank does
+        finally:
+            process.kill()
+        ended = [json.loads((tmp_path / kind / f"{rank}.json").read_text()) for rank in (0, 1)]
+        assert ended == [{"status": "preempted", "step": 3, "first": 0}] * 2, errors[-3000:]
+        assert errors.count("To continue it, call `session.load_checkpoint()`") == 1
+        assert (process.returncode == 0) == (kind == "handler")
+        (run,) = (tmp_path / kind / "runs").iterdir()
+        assert json.loads((run / "manifest.json").read_text())["status"] == "preempted"
+    for kind in ("ddp", "fsdp"):
+        (tmp_path / f"whole_{kind}").mkdir()
+        for folder, first in ((kind, 3), (f"whole_{kind}", 0)):
+            run_ranks("signalled_loop.py", tmp_path / folder, kind, "never", "1")
+            ended = json.loads((tmp_path / folder / "0.json").read_text())
+            assert ended == {"status": "completed", "step": 6, "first": first}
+        resumed, whole = (torch.load(tmp_path / f / "0.pt") for f in (kind, f"whole_{kind}"))
+        assert all(torch.equal(resumed[name], value) for name, value in whole.items())

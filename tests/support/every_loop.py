@@ -142,6 +142,79 @@ def in_bare_loop(
     return model, session
 
 
+class OwnOptimizer:
+    """Behaves like an optimizer, and is none of torch's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inner = make_optimizer(model)
+        self.param_groups = self._inner.param_groups
+        self.zero_grad = self._inner.zero_grad
+
+    def step(self) -> None:
+        type(self._inner).step.__wrapped__(self._inner)  # type: ignore[attr-defined]  # no hooks
+
+    def state_dict(self) -> Any:
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._inner.load_state_dict(state)
+
+
+def as_written(
+    hooks: list[Any],
+    folder: Path,
+    *,
+    own: bool = False,
+    given: bool = True,
+    scaled: bool = False,
+    compiled: bool = False,
+    named: bool = False,
+    rates: bool = False,
+) -> tuple[nn.Module, Any]:
+    """A loop that loads, divides, clips and steps by itself; the session has epochs only.
+
+    Args:
+        hooks: the hooks.
+        folder: for the run.
+        own: whether the optimizer is not torch's.
+        given: whether `attach` gets the optimizer.
+        scaled: whether it steps through a scaler that `attach` is not given.
+        compiled: whether the model is compiled in place.
+        named: whether model and optimizer have names.
+        rates: whether another optimizer, of no parameter that changes, steps in every second step.
+    """
+    model = make_model()
+    if compiled:
+        model.compile(backend="eager")
+    optimizer: Any = OwnOptimizer(model) if own else make_optimizer(model)
+    slow = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    parts: list[Any] = [model, optimizer] if given else [model]
+    if named:
+        parts = [{"net": model}, {"net": optimizer}]
+    options: dict[str, Any] = {}
+    if rates:
+        parts, options = [model, [optimizer, slow]], {"step_of": optimizer}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
+    with hookline.attach(*parts, hooks=hooks, runs=folder / "runs", **options) as session:
+        for _ in range(EPOCHS):
+            with session.epoch():
+                for i, (x, y) in enumerate(make_loader()):
+                    scaler.scale(F.mse_loss(model(x), y) / ACCUMULATE).backward()
+                    if (i + 1) % ACCUMULATE == 0:
+                        scaler.unscale_(optimizer) if scaled else None
+                        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                        scaler.step(optimizer) if scaled else optimizer.step()
+                        scaler.update() if scaled else None
+                        optimizer.zero_grad()
+                        if rates and session.step % 2 == 0:
+                            slow.step()
+                with session.validation():
+                    for x, y in session.batches(make_loader(2, seed=2)):
+                        with torch.no_grad():
+                            session.log("loss", F.mse_loss(model(x), y))
+    return model, session
+
+
 def in_accelerate_loop(hooks: list[Any], folder: Path) -> tuple[nn.Module, Any]:
     from accelerate import Accelerator
 
@@ -340,6 +413,17 @@ LOOPS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = {
     "ignite": in_ignite,
 }
 """The loops, in one process."""
+
+LOOPS_AS_WRITTEN: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = {
+    "data is noticed": as_written,
+    "different rates": partial(as_written, rates=True),
+    "own optimizer": partial(as_written, own=True),
+    "named": partial(as_written, named=True),
+    "late optimizer": partial(as_written, given=False),
+    "scaler": partial(as_written, scaled=True),
+    "compiled in place": partial(as_written, compiled=True),
+}
+"""Bare loops in which `attach` finds by itself what happens."""
 
 LOOPS_OF_RANKS: dict[str, Callable[[list[Any], Path], tuple[nn.Module, Any]]] = {
     "trainer with ddp": partial(in_trainer, strategy="ddp"),

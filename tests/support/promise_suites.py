@@ -11,12 +11,14 @@ each of these mistakes in a copy of the code, and checks that.
 PROMISE_SUITES = (
     # The same hooks see the same in every loop.
     "test_conformance.py",
+    "test_conformance_as_written.py",
     # Training that is killed and resumed ends with the same bits.
     "test_kill_and_resume.py",
     "test_resume.py",
     "test_data_position.py",
     "test_random_states.py",
     "test_bare_loop_checkpoints.py",
+    "test_bare_loop_optimizers.py",
     "test_write_faults.py",
     # Random training runs resume exactly.
     "test_random_trainings.py",

@@ -161,7 +161,7 @@ def _compare(kind: str, saved: State, here: State) -> tuple[list[str], list[bool
     for index, both in enumerate(zip(before, now, strict=False)):
         found = _describe_classes(kind, index, saved, here)
         if kind == "optimizer":
-            found += _describe_optimizer(f"optimizer {index}", *both)
+            found += describe_groups(f"optimizer {index}", *both)
         lines += found
         fits[index] = not found
     return lines, fits
@@ -194,7 +194,8 @@ def _describe_classes(kind: str, index: int, saved: State, here: State) -> list[
     return [f"{kind} {index} is {names[0][0]} in the checkpoint and {names[1][0]} here"]
 
 
-def _describe_optimizer(name: str, saved: State, here: State) -> list[str]:
+def describe_groups(name: str, saved: State, here: State) -> list[str]:
+    """Return how the groups of an optimizer of this name, and its states' shapes, differ."""
     before, now = saved["param_groups"], here["param_groups"]
     if len(before) != len(now):
         count = _count(before, "parameter group")

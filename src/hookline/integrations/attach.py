@@ -124,7 +124,7 @@ def attach(
         schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
             loop steps them.
         scaler: the GradScaler, if the loop uses one. One that is not given is found when it steps
-            an attached optimizer; a checkpoint that is loaded before that does not restore it.
+            an attached optimizer, and is restored from a checkpoint that was loaded before.
         step_of: of several optimizers that step at different rates, the one whose step completes
             a step.
         config: the configuration, for hooks that ask for `config`.

@@ -144,7 +144,9 @@ class EventContext:
     @property
     def lr(self) -> Any:
         """The learning rate that this step uses, of the first optimizer."""
-        lr = self.read_lr() if self.used_lr is None else self.used_lr
+        lr = self.used_lr
+        if lr is None:
+            lr = self.read_lr()
         if lr is None:
             raise LoopError("The optimizer has no 'lr' in its param_groups.")
         return lr
@@ -214,9 +216,9 @@ class EventContext:
     @property
     def grad_norm(self) -> LazyFloat:
         """The norm of all gradients, before clipping if the loop's clipping is known."""
-        norm, loss = self.norm(), self.__dict__.get("loss")
+        norm = self.norm()
         number = LazyFloat(norm)
-        if norm.device.type != "cpu" and type(loss) is LazyFloat:
+        if not norm.is_cpu and type(loss := self.__dict__.get("loss")) is LazyFloat:
             loss.read_with(number)  # reading both waits for the device once
         return number
 
@@ -234,7 +236,8 @@ class EventContext:
     def compute_norm(self) -> torch.Tensor:
         """Compute the norm of all gradients. If they are sharded, all ranks have to call this."""
         if not self.norms:
-            return global_norm(self.all_gradients())
+            is_single = len(self.optimizers) == 1
+            return global_norm(gradients_of(self.optimizer) if is_single else self.all_gradients())
         norms = [
             raise_or_return(self.norms[i])
             if i in self.norms
@@ -297,6 +300,11 @@ def raise_or_return(norm: torch.Tensor | Exception) -> torch.Tensor:
     return norm
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return all parameters of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients that an optimizer's parameters have."""
     return [
@@ -313,10 +321,26 @@ Versions = tuple[tuple[int, int], ...]
 
 def gradient_versions(optimizer: torch.optim.Optimizer) -> Versions:
     """Return a value that differs after a gradient was changed in place or replaced."""
-    return tuple(
-        (id(g), g._version) if type(g) is torch.Tensor else version_of(g)  # a call takes longer
-        for g in gradients_of(optimizer)
-    )
+    versions: list[tuple[int, int]] = []
+    for group in optimizer.param_groups:  # without further calls, because each backward needs it
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                is_plain = type(gradient) is torch.Tensor
+                own = (id(gradient), gradient._version) if is_plain else version_of(gradient)
+                versions.append(own)
+    return tuple(versions)
+
+
+def have_gradients_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a gradient was changed in place or replaced; the first one decides."""
+    count = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                if count == len(before) or version_of(gradient) != before[count]:
+                    return True
+                count += 1
+    return count != len(before)
 
 
 def version_of(gradient: torch.Tensor) -> tuple[int, int]:

@@ -36,9 +36,12 @@ class Mean:
             self._sum_kept()
 
     def _sum_kept(self) -> None:
-        tensors = [value.detach().float().reshape(()) for value in self._kept]
-        self._kept.clear()
-        self.total = torch.stack(tensors).sum() + self.total
+        kept, self._kept = self._kept, []
+        try:
+            values = torch.stack(kept)
+        except RuntimeError:  # some have a dimension, and others have none
+            values = torch.stack([value.reshape(()) for value in kept])
+        self.total = values.detach().float().sum() + self.total
 
     def mean(self) -> LazyFloat:
         """Return the mean so far."""
@@ -63,7 +66,8 @@ class Means:
 
     def add(self, name: str, value: Any, weight: float = 1.0) -> None:
         """Add a number, or a tensor with one element."""
-        self.of(name).add(value, weight)
+        mean = self._by_name.get(name)
+        (self.of(name) if mean is None else mean).add(value, weight)
 
     def mean(self, name: str) -> LazyFloat | None:
         """Return the mean so far; None if nothing was added."""

@@ -176,6 +176,11 @@ class ModelWatch:
         """Whether the model is being called, if calls are watched."""
         return self._depth > 0
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether calls are watched or counted."""
+        return any(self._sees)
+
     def watch(self, *, calls: bool, returns: bool = False) -> None:
         """Watch the model's calls; or only count those that have returned."""
         if (calls, returns) == self._sees:

@@ -158,6 +158,12 @@ class RankSync:
             log.warning(warning, _join(missing), seconds)
         return not missing
 
+    def wait_for_save(self, seconds: float | None) -> None:
+        """Wait until rank 0 has written the last checkpoint: torchrun ends all ranks with one."""
+        if self.is_distributed and dist.is_initialized():
+            ranks = range(self.processes.size)
+            barrier_with_timeout("last save", ranks, _CALL_SECONDS if seconds is None else seconds)
+
     def end_together(self, run: Any) -> bool:
         """Record what remains; return whether all processes end their sessions now."""
         if not self.is_distributed:

@@ -25,6 +25,7 @@ Positive = Annotated[int, Field(gt=0, lt=1 << 63)]
 Names = list[str]
 Section = dict[str, Any]
 State = InstanceOf[torch.Tensor]
+_Gradients = list[list[State | None] | None]
 
 
 class _Classes(TypedDict, total=False):
@@ -127,7 +128,7 @@ class _TrainerState(_HookState, _Objects):
     position: _Position
     epoch: Count
     round: Count
-    pending_gradients: list[list[State | None] | None]
+    pending_gradients: _Gradients
     tokens_seen: Count
     sanity_due: bool
     validation_due: bool
@@ -158,6 +159,7 @@ class _WatchedState(_HookState):
 class _SessionState(_WatchedState, _Objects):
     random: NotRequired[Section | None]
     extra: NotRequired[Section]
+    pending_gradients: NotRequired[_Gradients]
     ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 

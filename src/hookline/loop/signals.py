@@ -126,9 +126,17 @@ class TerminationWatch(SignalWatch):
         return self.requests.has_signal
 
     def follow(self) -> None:
-        """End for the signal that another process has received."""
-        if self.requests.signal is None:
-            self.requests.end_for(signal.SIGTERM)
+        """End for the signal that another process has received.
+
+        A handler that the user has set is called here, too: all processes decide alike.
+        """
+        if self.requests.signal is not None:
+            return
+        self.requests.end_for(signal.SIGTERM)
+        previous = find_active_handler(signal.SIGTERM, self._previous.get(signal.SIGTERM))
+        if callable(previous):
+            previous(signal.SIGTERM, None)
+        else:
             self._exits = True
 
     def exit(self) -> None:

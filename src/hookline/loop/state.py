@@ -8,6 +8,7 @@ Nothing of a loop is changed before everything was compared with the checkpoint.
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from hookline.checkpoint.snapshot import Encoder, decode
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
 from hookline.loop.event_context import EventContext
+from hookline.loop.late_states import LateStates
 from hookline.loop.means import add_means
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.record import Record
@@ -39,6 +41,8 @@ from hookline.tensors.sharded import is_sharded, shard_like
 
 if TYPE_CHECKING:
     from hookline.checkpoint import Checkpoint
+
+log = logging.getLogger("hookline")
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class LoopState:
         best_accuracy: the best `val/accuracy` so far.
         restored_position: where the metrics log stood in the checkpoint that was loaded.
         overrides: states to save instead of those that items have now.
+        late: the states of optimizers and of a scaler that the loop does not have yet.
         add_items: returns the items of a driver; they are restored after all others, and one of the
             same name is replaced.
     """
@@ -92,6 +97,7 @@ class LoopState:
         self.best_accuracy = 0.0
         self.restored_position: Any = None
         self.overrides: dict[str, Any] = {}
+        self.late = LateStates()
         self.add_items: Callable[[], Sequence[StateItem]] = tuple
         self.record = record
         self._context, self._hooks, self._attributes = context, hooks, attributes
@@ -100,12 +106,12 @@ class LoopState:
         """Return the items of every loop; they are not kept, which would make a cycle."""
         context, hooks, attributes = self._context, self._hooks, self._attributes
         optimizers, schedulers, scaler = self.optimizers, self.schedulers, self.scaler
-        run = self.record.run
+        run, late = self.record.run, self.late
         return [
-            StateItem("classes", self._classes),
+            StateItem("classes", self._classes, late.load_classes),
             StateItem(
                 "optimizers",
-                lambda: [optimizer.state_dict() for optimizer in optimizers],
+                lambda: [*(optimizer.state_dict() for optimizer in optimizers), *late.optimizers],
                 self._load_optimizers,
                 compare=partial(compare_optimizers, optimizers),
             ),
@@ -117,7 +123,7 @@ class LoopState:
             ),
             StateItem(
                 "scaler",
-                lambda: None if scaler is None else scaler.state_dict(),
+                lambda: late.scaler if scaler is None else scaler.state_dict(),
                 self._load_scaler,
                 compare=partial(compare_scaler, scaler),
             ),
@@ -237,10 +243,11 @@ class LoopState:
         with reported_damage(checkpoint):
             self.adapt(checkpoint.state, processes)
             unloadable, problems = self.compare(checkpoint.state)
+            self.late.is_strict = strict
             checkpoint = fit_checkpoint(
                 checkpoint,
                 model={**model.state_dict(), **{name: checkpoint.model[name] for name in lazy}},
-                state=self.collect(),
+                state=self.late.complete(self.collect(), checkpoint.state, len(self.optimizers)),
                 what=what,
                 advice=advice,
                 strict=strict,
@@ -289,11 +296,12 @@ class LoopState:
 
     def _classes(self) -> dict[str, list[str]]:
         return {
-            "optimizers": [type(optimizer).__name__ for optimizer in self.optimizers],
+            "optimizers": [*(type(one).__name__ for one in self.optimizers), *self.late.classes],
             "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
         }
 
     def _load_optimizers(self, states: Sequence[Any]) -> None:
+        states = self.late.take_optimizers(states, len(self.optimizers))
         for optimizer, saved in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, saved)
 
@@ -302,8 +310,40 @@ class LoopState:
             scheduler.load_state_dict(saved)
 
     def _load_scaler(self, saved: Any) -> None:
-        if self.scaler is not None and saved is not None:
+        if self.scaler is None:
+            self.late.scaler = saved if self.late.expects_scaler else None
+        elif saved is not None:
             self.scaler.load_state_dict(saved)
+
+    def connect_optimizer(self, optimizer: Any) -> list[str]:
+        """Add an optimizer, and restore the state that waits for it; return why it cannot be."""
+        index = len(self.optimizers)
+        self.optimizers.append(optimizer)
+        saved, lines = self.late.next_optimizer(index, optimizer)
+        if saved is not None and not lines:
+            rates = [group.get("lr") for group in optimizer.param_groups]
+            load_optimizer(optimizer, saved)
+            if rates != [group.get("lr") for group in optimizer.param_groups]:
+                log.warning(
+                    "The learning rate of optimizer %d, which was made after the checkpoint was "
+                    "loaded, is now that of the checkpoint, also in this step. If the loop sets "
+                    "it by itself, make the optimizer first: attach(model, optimizer, …).",
+                    index,
+                )
+        return lines
+
+    def connect_scaler(self, scaler: Any, *, has_scaled: bool) -> list[str]:
+        """Use a scaler, and restore the state that waits for it; return why it cannot be."""
+        self.scaler = scaler
+        saved, self.late.scaler = self.late.scaler, None
+        if saved is None:
+            return []
+        if has_scaled:
+            return ["the scaler: gradients were scaled before it was found. Give it to attach"]
+        lines = compare_scaler(scaler, saved)
+        if not lines:
+            scaler.load_state_dict(saved)
+        return lines
 
     def _disabled(self) -> list[str]:
         statuses = self._hooks.statuses()

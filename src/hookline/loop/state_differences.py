@@ -32,7 +32,7 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 def compare_optimizers(optimizers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
     """Return what optimizers cannot load, by index; if numbers differ, the first are compared."""
-    return _compare_each("optimizer", _describe_optimizer, optimizers, saved)
+    return _compare_each("optimizer", describe_optimizer, optimizers, saved)
 
 
 def compare_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
@@ -95,7 +95,8 @@ def _describe_averages(
     return lines
 
 
-def _describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> list[str]:
+def describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return what one optimizer cannot load."""
     lines = list(_describe_groups(optimizer, saved))
     if type(optimizer).__module__.startswith("torch.optim"):
         lines += _describe_parameter_states(optimizer, saved)

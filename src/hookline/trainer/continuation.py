@@ -27,6 +27,7 @@ from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.model_checkpoint import SavingHook
+from hookline.loop.event_context import parameters_of
 from hookline.loop.random_state import random_state
 from hookline.loop.saved_state import check_trainer_state, reported_damage
 from hookline.printable import message_lines
@@ -38,7 +39,6 @@ from hookline.runs.manifest import read_run_manifest
 from hookline.runs.restart import check_crash_loop, find_unfinished_run
 from hookline.tensors.sharded import is_sharded
 from hookline.trainer.checks import needs_metric
-from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.context import numbers_in
 from hookline.errors import CheckpointError, TrainingError, listed
+from hookline.loop.pending_gradients import compare_gradients, load_gradients, save_gradients
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.random_state import (
     describe_failure,
@@ -35,7 +36,6 @@ from hookline.loop.random_state import (
     set_generator_state,
 )
 from hookline.loop.state import StateItem
-from hookline.tensors.sharded import shard_like
 from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,
@@ -45,7 +45,6 @@ from hookline.trainer.loader_passes import (
     number_of_samples,
     skips_indices,
 )
-from hookline.trainer.strategies import parameters_of
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -495,9 +494,8 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         StateItem(
             "pending_gradients",
             partial(_save_gradients, trainer),
-            partial(_load_gradients, trainer),
-            None,
-            partial(_compare_gradients, trainer),
+            partial(load_gradients, trainer.optimizers),
+            compare=partial(compare_gradients, trainer.optimizers),
         ),
         flag("sanity_due"),
         flag("validation_due"),
@@ -517,34 +515,4 @@ def _adapt_tokens(saved: Sequence[int], processes: SingleProcessGroup) -> int:
 def _save_gradients(trainer: Trainer) -> list[list[Any] | None]:
     """Return the gradients of optimizers that do not step in every step."""
     every = trainer.config.optimizer_every or [1] * len(trainer.optimizers)
-    return [
-        None if n == 1 else [p.grad for p in parameters_of(optimizer)]
-        for optimizer, n in zip(trainer.optimizers, every, strict=True)
-    ]
-
-
-def _load_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> None:
-    for optimizer, gradients in zip(trainer.optimizers, saved, strict=True):
-        if gradients is not None:
-            for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
-                parameter.grad = None
-                if gradient is not None:
-                    parameter.grad = shard_like(gradient.to(parameter.device), parameter)
-
-
-def _compare_gradients(trainer: Trainer, saved: list[list[Any] | None]) -> list[str]:
-    """Return a line if gradients that wait for their optimizer are of other parameters."""
-    optimizers = trainer.optimizers
-    if len(saved) == len(optimizers) and all(map(_have_shapes, saved, optimizers)):
-        return []
-    return ["the gradients of the step in progress are those of other parameters"]
-
-
-def _have_shapes(gradients: list[Any] | None, optimizer: torch.optim.Optimizer) -> bool:
-    if gradients is None:
-        return True
-    parameters = parameters_of(optimizer)
-    return len(gradients) == len(parameters) and all(
-        gradient is None or gradient.shape == parameter.shape
-        for gradient, parameter in zip(gradients, parameters, strict=True)
-    )
+    return save_gradients(trainer.optimizers, [n > 1 for n in every])

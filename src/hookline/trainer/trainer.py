@@ -57,7 +57,7 @@ from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.broadcasts import broadcast_buffers
 from hookline.loop.control_requests import ControlRequests, SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter
-from hookline.loop.event_context import EventContext, zero_grad
+from hookline.loop.event_context import EventContext, parameters_of, zero_grad
 from hookline.loop.loop import Loop, Phase, announce
 from hookline.loop.means import Means
 from hookline.loop.model_watch import ModelWatch
@@ -107,12 +107,7 @@ from hookline.trainer.losses import (
 from hookline.trainer.position import DataPosition, EpochProgress, make_items
 from hookline.trainer.preemption import Preempted, requeue, save_for_signal
 from hookline.trainer.progress import make_progress
-from hookline.trainer.strategies import (
-    SingleProcess,
-    choose_accelerate,
-    make_strategy,
-    parameters_of,
-)
+from hookline.trainer.strategies import SingleProcess, choose_accelerate, make_strategy
 from hookline.trainer.validation import Validation, has_ended_workers
 from hookline.updates import Identity as IdentityUpdate
 

@@ -10,13 +10,15 @@ import torch
 from pydantic import PositiveInt
 
 from hookline.hooks.monitoring.monitor_bases import TrainingMonitor
+from hookline.loop.loop import loop_of
 
 
 class LRMonitor(TrainingMonitor):
     """Logs the learning rate of each step, for every parameter group of every optimizer.
 
     The metrics are named after the optimizer's class: `lr/SGD`, `momentum/SGD` and
-    `weight_decay/SGD`; a second optimizer of the class is `SGD_2`. For an optimizer with several
+    `weight_decay/SGD`; a second optimizer of the class is `SGD_2`. Optimizers that have names, as
+    in `attach(model, {"generator": …})`, keep these: `lr/generator`. For an optimizer with several
     parameter groups the names end with `/group_0`, `/group_1`, …
 
     Args:
@@ -31,6 +33,7 @@ class LRMonitor(TrainingMonitor):
     )
     ranks = "main"
     every_name = "frequency"
+    logs_rates = True
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class LRMonitor(TrainingMonitor):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.every = every
-        self._used: dict[str, Any] = {}
+        self._used: dict[tuple[str, int, str, str], Any] = {}  # kind, optimizer, class, group
         # The other event is turned off, so that a bare loop need not provide epochs.
         self.__dict__["on_step_end" if every == "epoch" else "on_epoch_end"] = None
 
@@ -53,11 +56,11 @@ class LRMonitor(TrainingMonitor):
         groups = optimizers[optimizer_idx].param_groups
         name = _name(optimizers, optimizer_idx)
         for i, group in enumerate(groups):
-            suffix = f"{name}/group_{i}" if len(groups) > 1 else name
+            suffix = f"/group_{i}" if len(groups) > 1 else ""
             for kind, value in self._values(group):
                 # Copied, because schedulers change tensors in place.
-                is_tensor = isinstance(value, torch.Tensor)
-                self._used[f"{kind}/{suffix}"] = value.detach().clone() if is_tensor else value
+                used = value.detach().clone() if isinstance(value, torch.Tensor) else value
+                self._used[kind, optimizer_idx, name, suffix] = used
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         if self.every == "step" or step % int(self.every) == 0:
@@ -79,8 +82,10 @@ class LRMonitor(TrainingMonitor):
             yield "weight_decay", group["weight_decay"]
 
     def _log(self, trainer: Any) -> None:
-        for name, value in self._used.items():
-            trainer.log(name, value)
+        loop = loop_of(trainer)
+        names = () if loop is None else loop.context.optimizer_names
+        for (kind, i, name, suffix), value in self._used.items():
+            trainer.log(f"{kind}/{names[i] if names else name}{suffix}", value)
 
 
 def _name(optimizers: Sequence[Any], idx: int) -> str:

@@ -26,12 +26,9 @@ def _replace(engine: Callable[..., Any]) -> Callable[..., Any]:
     def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("accumulate_grad") or _task_id() != -1:
             return engine(outputs, *args, **kwargs)
-        if active_dynamo() is None:
-            return notify(outputs, *args, **kwargs)
-        # A caller that is compiled in parts runs this eagerly, hooks included.
-        return _uncompiled(notify)(outputs, *args, **kwargs)
-
-    def notify(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        if active_dynamo() is not None:
+            # A caller that is compiled in parts runs this eagerly, hooks included.
+            return _uncompiled(run_backward)(outputs, *args, **kwargs)
         loss = outputs[0] if len(outputs) == 1 and isinstance(outputs[0], torch.Tensor) else None
         loss = None if loss is None or loss.numel() != 1 else loss
         before = [(listener, listener.before_backward(loss)) for listener in backward_patch]

@@ -79,7 +79,7 @@ class DataWatch:
         self._read_ahead: WeakSet[Any] = WeakSet()  # iterators that are ahead of the model
         self._current: _Delivery | None = None
         self._datasets: list[int] = []  # their ids, in the order of their first use
-        self._is_counted = False
+        self._is_counted = self._is_taken = False
 
     # -- what is watched --------------------------------------------------------------------------
 
@@ -126,9 +126,10 @@ class DataWatch:
         """Keep a batch until the model is called."""
         self._delivered.append(delivery)
 
-    def take(self, batch: Any) -> None:
-        """Note which batch the loop has loaded through the session."""
-        self.is_idle = True
+    def take(self, batch: Any, *, trains: bool) -> None:
+        """Note which batch the loop has loaded through the session, to train or to validate."""
+        self.is_idle |= trains
+        self._is_taken = True
         self._current = next((one for one in self._delivered if one.batch is batch), None)
         self._delivered.clear()
 
@@ -137,7 +138,7 @@ class DataWatch:
         current = self._current
         if current is None or current.index != batch_idx:
             return None
-        is_loader = self.is_idle or self._number(current.dataset) == loader_idx
+        is_loader = self._is_taken or self._number(current.dataset) == loader_idx
         return current.indices if is_loader else None
 
     def before_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
@@ -165,6 +166,7 @@ class DataWatch:
             self._give_up()
             return
         self._current, number = found, self._number(found.dataset)
+        self._is_taken = False
         self._session.provides_batches()
         self._phases.begin_batch(
             Batch(found.batch, found.index, number, "train"), waited=found.seconds

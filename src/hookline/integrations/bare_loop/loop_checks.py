@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from hookline.dispatch import HookManager
-from hookline.errors import HooklineError, LoopError, NotProvidedError
+from hookline.errors import CheckpointError, HooklineError, LoopError, NotProvidedError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import HookGroup
 from hookline.loop.event_context import Versions, gradient_versions
+from hookline.printable import message_lines
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
@@ -179,8 +180,10 @@ class HookNeeds:
     clips: bool
     calls: bool
     backward: bool
+    counts_calls: bool
     batch_metrics: bool
     batches: bool
+    logs_rates: bool  # a hook logs the learning rates of named optimizers
     asks_for_loss: tuple[str, ...]  # the methods that cannot be called without it
 
     @classmethod
@@ -198,7 +201,8 @@ class HookNeeds:
             for event in ("on_step_end", "on_train_batch_end")
             for label in hooks.required_arguments(event).get("loss", ())
         )
-        saves = any(saves_checkpoints(hooks.get_hook(name)) for name in hooks)
+        own = [hooks.get_hook(name) for name in hooks]
+        saves = any(map(saves_checkpoints, own))
         return cls(
             loss=loss,
             grad_norm=norm,
@@ -206,10 +210,13 @@ class HookNeeds:
             calls=bool(fire.on_before_forward or fire.on_after_forward or fire.forward),
             # A checkpoint is not saved between a backward and the step.
             backward=loss or clips or saves or fire.on_after_backward is not None,
+            # What is logged after a step belongs to it, until the model is called again.
+            counts_calls=has_run or saves,
             batch_metrics="metrics" in wanted["on_train_batch_end"],
             batches=has_run
             or bool(fire.on_train_batch_start or fire.on_train_batch_end)
             or any(_OF_DATA & names.keys() for names in wanted.values()),
+            logs_rates=any(getattr(hook, "logs_rates", False) for hook in own),
             asks_for_loss=tuple(asking),
         )
 
@@ -227,6 +234,7 @@ class LoopChecks:
     def __init__(self, session: Session, requirements: Requirements) -> None:
         self.session, self._requirements = session, requirements
         self._context, self._hooks = session.loop.context, session.loop.hooks
+        self._late = session.loop.state.late
         self.is_first_step = True
         self.allow_missing = False
         self._warned: set[str] = set()
@@ -255,6 +263,26 @@ class LoopChecks:
     def _refuse(self, error: HooklineError) -> Never:
         self.session.refuse(error)
         raise error
+
+    def report_late_state(self, problems: list[str]) -> None:
+        """Report why an object that has come cannot load its state; in the first step, raise."""
+        if not problems:
+            return
+        head = "A state in the checkpoint does not fit what the loop uses, and is not restored"
+        message = message_lines(f"{head}:", *problems)
+        if self.is_first_step and self._late.is_strict:
+            self._refuse(CheckpointError(message))
+        self.warn_once(message, message)
+
+    def warn_of_waiting_states(self) -> None:
+        """Warn of states in a checkpoint that were not restored when the first step has ended."""
+        waiting = self._late.describe(len(self.session.loop.state.optimizers))
+        if waiting:
+            self.warn_once(
+                "waiting states",
+                f"The checkpoint has the state of {' and '.join(waiting)}, which was not seen in "
+                "the first step. It is restored when it is used; if it never is, it has no effect.",
+            )
 
     def check_hooks(self) -> None:
         """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons."""

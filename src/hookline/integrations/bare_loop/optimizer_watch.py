@@ -57,13 +57,18 @@ class AwaitedOptimizer:
 
 
 class OptimizerWatch:
-    """Calls back before and after each step of the optimizers that are watched."""
+    """Calls back before and after each step of the optimizers that are watched.
+
+    Attributes:
+        searches: whether further optimizers are looked for.
+    """
 
     def __init__(self, before: StepCallback, after: StepCallback) -> None:
         self._before, self._after = before, after
         self._handles: list[RemovableHandle] = []
         self._wrapped = WrappedMethods()
         self._search: weakref.finalize[..., Any] | None = None
+        self.searches = False
 
     def watch(self, optimizer: Any) -> None:
         """Watch the steps of an optimizer."""
@@ -105,17 +110,13 @@ class OptimizerWatch:
         handle = register_optimizer_step_pre_hook(before_step)
         self._search = weakref.finalize(self, handle.remove)
         self._search.atexit = False
-
-    @property
-    def searches(self) -> bool:
-        """Whether further optimizers are looked for."""
-        return self._search is not None
+        self.searches = True
 
     def end_search(self) -> None:
         """Look for no more optimizers; not before one steps, when PyTorch goes over its hooks."""
         if self._search is not None:
             self._search()
-            self._search = None
+            self._search, self.searches = None, False
 
     def detach(self) -> None:
         """Remove all hooks, and put `step` back."""

@@ -58,6 +58,7 @@ from hookline.integrations.bare_loop.data_watch import DataWatch
 from hookline.integrations.bare_loop.generation import GenerationWatch
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements, saves_checkpoints
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
+from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
@@ -256,8 +257,10 @@ class Session:
     def _connect(self, called: ForwardTargets | None = None) -> None:
         """Watch the model and the optimizers; if that fails, they are as before."""
         loop, state = self.loop, self.loop.state
-        state.model, state.optimizers = unwrapped(self.model), self.optimizers
+        is_given = not any(isinstance(each, AwaitedOptimizer) for each in self.optimizers)
+        state.model, state.optimizers = unwrapped(self.model), self.optimizers if is_given else []
         state.schedulers, state.scaler = self.schedulers, self.scaler
+        state.late.expects_optimizers, state.late.expects_scaler = not is_given, True
         if self._finds_batches:
             counts = not self._requirements.counts_batches and self._phases.counts_tokens
             self._data = DataWatch(self, self._phases, self.model, counts_tokens=counts)
@@ -316,6 +319,13 @@ class Session:
             StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
             StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
+            # Last, because undoing a load that has failed leaves gradients as they are.
+            StateItem(
+                "pending_gradients",
+                self._watch.save_waiting_gradients,
+                self._watch.load_waiting_gradients,
+                compare=self._watch.compare_waiting_gradients,
+            ),
         ]
 
     def refuse(self, error: HooklineError) -> None:
@@ -575,16 +585,17 @@ class Session:
         ):
             self.loop.requests.checkpoint(SaveRequest())
 
-    def _saved_for_signal(self) -> None:
+    def _saved_for_signal(self, path: Path | None) -> None:
         """Say how to continue, and leave the loop, if it has not ended by itself."""
         assert self._termination is not None
-        received = self.loop.requests.signal or Signals.SIGTERM
-        for result in self.loop.checkpoints.report(wait=True):
-            if result.path is not None:
-                announce(
-                    f"{received.name}: saved {result.path}. To continue it, call "
-                    "`session.load_checkpoint()` before training starts."
-                )
+        requests = self.loop.requests
+        if path is not None:
+            received = requests.signal or Signals.SIGTERM
+            announce(
+                f"{received.name}: saved {path}. To continue it, call `session.load_checkpoint()` "
+                "before training starts."
+            )
+        self.loop.ranks.wait_for_save(requests.seconds_before_kill())
         if not self.has_ended:
             self._termination.exit()
 
@@ -738,6 +749,7 @@ class Session:
             from hookline.integrations.bare_loop.session_saves import SessionSaves
 
             self._saves = SessionSaves(self.loop, self._watch)
+            self._watch.count_calls()
         self._watch.has_boundary_work = True
         return self._saves
 
@@ -892,7 +904,7 @@ class Session:
             self.reach_boundary()
         for i, batch in enumerate(batches):
             if self._data is not None:
-                self._data.take(batch)
+                self._data.take(batch, trains=trains)
             phases.begin_batch(Batch(batch, i, idx, name or ("train" if trains else "val")))
             yield batch
             phases.end_batch()

@@ -52,7 +52,8 @@ class SessionSaves:
         watch: watches its model and optimizers.
 
     Attributes:
-        on_saved: called after something was saved at a boundary.
+        on_saved: called when what was saved at a boundary is durable, with its folder in rank 0;
+            None if training does not wait for that.
     """
 
     def __init__(self, loop: Loop, watch: StepWatch) -> None:
@@ -63,7 +64,7 @@ class SessionSaves:
         self._agreed: list[SaveRequest] = []  # with their folders; to be saved at the boundary
         self._random: dict[str, Any] | None = None  # at the end of the step; None: not known yet
         self._has_ended = False
-        self.on_saved: Callable[[], None] | None = None
+        self.on_saved: Callable[[Path | None], None] | None = None
 
     def random(self) -> dict[str, Any]:
         """Return the random states of a checkpoint."""
@@ -99,7 +100,6 @@ class SessionSaves:
         if not together and not loop.ranks.processes.is_main:
             return None
         self.save_requested()
-        self._watch.warn_of_waiting_gradients()
         (request,) = checkpoints.with_folders([request], in_all_ranks=together)
         checkpoints.extra = dict(extra)
         return checkpoints.save([request], wait=wait, together=together)
@@ -133,11 +133,11 @@ class SessionSaves:
         self._boundary.stop()
         if self._agreed:
             requests, self._agreed = self._agreed, []
-            self._watch.warn_of_waiting_gradients()
-            self._loop.checkpoints.save(requests, together=self._is_together)
+            waits = self.on_saved is not None
+            saved = self._loop.checkpoints.save(requests, wait=waits, together=self._is_together)
             self._random = None
             if self.on_saved is not None:
-                self.on_saved()
+                self.on_saved(saved)
 
     def finish(self, *, failed: bool, together: bool) -> None:
         """Save what was requested, wait for what is being written, and report it.
@@ -243,7 +243,7 @@ class SessionSaves:
 
 def _check_has_state(optimizer: Any) -> None:
     """Raise for an object like an optimizer whose state a checkpoint could not restore."""
-    if has_step_hooks(optimizer) or isinstance(optimizer, AwaitedOptimizer):
+    if isinstance(optimizer, AwaitedOptimizer) or has_step_hooks(optimizer):
         return
     kind = type(optimizer)
     methods = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")

@@ -27,6 +27,12 @@ log = logging.getLogger("hookline")
 _HAS_DIVISOR = ("Div", "Mul", "ToCopy", "Compiled")  # operations that may divide, or hide it
 _NONE, _SINGLE = Counter[int](), Counter({0: 1})  # losses by turn; those of a single backward
 
+_OF_SEVERAL = (
+    ". Each of the named optimizers has a loss of its own, which a run records as "
+    "`train/loss/<name>`. A hook that works without it gives the parameter a default: `loss=None`. "
+    "With lists instead of names, `attach([model, …], [optimizer, …])`, it is the mean of all."
+)
+
 
 @dataclass(slots=True)
 class BackwardLoss:
@@ -40,6 +46,7 @@ class BackwardLoss:
         known_divisor: the number that it was divided by, where another library says so.
         scaler: what has multiplied it; None without a scaler.
         turn: how many times optimizers have stepped before it, in its step.
+        is_plain: whether nothing of this matters, as in most loops.
     """
 
     loss: torch.Tensor | None
@@ -49,6 +56,7 @@ class BackwardLoss:
     known_divisor: float | None = None
     scaler: torch.amp.GradScaler | None = None
     turn: int = 0
+    is_plain: bool = False
 
 
 class StepLosses:
@@ -89,14 +97,19 @@ class StepLosses:
         self._is_known = False  # whether a step with several backwards has ended
         self._counts = _NONE  # backwards of the step that ends, by turn
 
+    @property
+    def _has_no_mean(self) -> bool:
+        """Whether there is no loss of the step: named optimizers have one each."""
+        return self._is_separate and len(self._context.optimizer_names) > 1
+
     def read(self, loss: torch.Tensor | None, scaler: torch.amp.GradScaler | None) -> BackwardLoss:
         """Return the loss of a backward that begins, and by what it was divided and multiplied."""
         scaler = None if scaler is None or not scaler.is_enabled() else scaler
         if loss is None or self._divided is False or self.divisor is not None:
             return BackwardLoss(loss, scaler=scaler)
         is_scaled = scaler is not None
-        node = loss.grad_fn
-        if not is_scaled and (node is None or not node.name().startswith(_HAS_DIVISOR)):
+        # The class of a node has its name, which `node.name()` makes anew in each call.
+        if not is_scaled and not type(loss.grad_fn).__name__.startswith(_HAS_DIVISOR):
             return BackwardLoss(loss)
         divisor = find_divisor(loss, is_scaled=is_scaled)
         compiled = divisor is None and is_compiled(loss, is_scaled=is_scaled)
@@ -111,7 +124,10 @@ class StepLosses:
         # Gradients were dropped since the last backward, if there was one: it had no step.
         if not had_gradients and not self.turns:
             self._step.clear()
-        seen.known_divisor, seen.turn = self.divisor, len(self.turns)
+        if self.divisor is not None or self.turns:
+            seen.known_divisor, seen.turn = self.divisor, len(self.turns)
+        elif seen.loss is not None and seen.divisor is None and not seen.compiled:
+            seen.is_plain = True
         self._step.append(seen)
         batch = self._context.known("current_batch")
         if batch is not None and not batch.ended:  # else nobody asks for it, or clears it
@@ -156,17 +172,25 @@ class StepLosses:
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
-        losses = self._first or self._step
+        losses, context = self._first or self._step, self._context
+        names, means = context.optimizer_names, context.means
+        plain = losses[0].loss if len(losses) == 1 and losses[0].is_plain else None
+        if plain is not None and not (self._divided or names):
+            context.loss = context.latest_loss = LazyFloat(plain)
+            means.add("train/loss", plain)
+            self._counts, self._requirements.why_no_loss = _SINGLE, ""
+            return
         self._counts = _count_turns(losses)
         if len(losses) > 1 or self._divided:
             for turn in self._counts:
                 self._learn([seen for seen in losses if seen.turn == turn])
+        if names:
+            self._is_separate |= len(self._counts) > 1
         own = self._set(losses, self._counts)
         if not own:
             return
-        self._context.latest_loss = self._context.loss
-        names, means = self._context.optimizer_names, self._context.means
-        self._is_separate |= bool(names) and len(self._counts) > 1
+        if not self._has_no_mean:
+            context.latest_loss = context.loss
         if not self._is_separate:
             for loss in own:
                 means.add("train/loss", loss)
@@ -234,7 +258,7 @@ class StepLosses:
     def _set(self, losses: list[BackwardLoss], counts: Counter[int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context, absent = self._context, self._requirements
-        first = losses[0].loss if len(losses) == 1 else None
+        first = losses[0].loss if len(losses) == 1 and not self._has_no_mean else None
         if first is not None and self._divisor(losses[0], counts[losses[0].turn]) == 1.0:
             context.loss, absent.why_no_loss = LazyFloat(first), ""  # as in most loops
             return [first]
@@ -251,6 +275,9 @@ class StepLosses:
                     "it was divided for gradient accumulation. Say so: "
                     "`attach(…, loss_divided=True)` or `False`."
                 )
+        if self._has_no_mean:
+            absent.why_no_loss = _OF_SEVERAL
+            return own if len(own) == len(losses) else []
         if not losses and self.wanted:
             context.loss = NO_LOSS  # nan for hooks; left out of means and of the record
             return []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,8 +45,8 @@ from hookline.loop.event_context import (
     Versions,
     gradient_versions,
     gradients_of,
+    have_gradients_changed,
     norm_or_error,
-    version_of,
 )
 from hookline.loop.model_watch import (
     ForwardTargets,
@@ -56,6 +56,7 @@ from hookline.loop.model_watch import (
     models_in,
 )
 from hookline.loop.patches import WrappedMethods
+from hookline.loop.pending_gradients import compare_gradients, load_gradients, save_gradients
 from hookline.loop.phase_times import PhaseTimes
 from hookline.tensors.global_norm import global_norm
 from hookline.tensors.sharded import whole
@@ -101,6 +102,7 @@ class StepWatch:
         backwards_seen: how many backwards have changed gradients.
         has_new_gradients: whether backward has run since the last step.
         always_sees_calls: whether calls of model and backward are seen also if no hook needs them.
+        always_counts_calls: whether calls of the model are counted also after the first step.
     """
 
     def __init__(
@@ -154,7 +156,8 @@ class StepWatch:
         self._verified = self._takes_short_path = self._starts_silently = False
         self._has_started = self._closure_evaluated = False
         self._backward: _Before | None = None  # that runs, and has not been counted yet
-        self.has_new_gradients = self.always_sees_calls = False
+        self.has_new_gradients = self.always_sees_calls = self.always_counts_calls = False
+        self._other_threads: set[int] = set()  # that train other models
         self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
         self._thread = get_ident()  # that trains, as far as is seen
 
@@ -213,7 +216,7 @@ class StepWatch:
         # on_train_start comes before the first forward, also without `with`.
         starts = self.dispatchers.on_train_start is not None and not self._has_started
         backward = needs.backward or self.always_sees_calls
-        self.model.watch(calls=needs.calls or starts or self.always_sees_calls, returns=backward)
+        self._watch_model(starts=starts)
         if self._data is not None:
             wanted = needs.batches or self._requirements.counts_batches
             self._data.watch(batches=wanted, is_compiled=self._is_compiled())
@@ -221,6 +224,22 @@ class StepWatch:
         (backward_patch.add if backward else backward_patch.remove)(self)
         self._unchecked = True
         self._takes_short_path = self._starts_silently = False
+
+    def _watch_model(self, *, starts: bool = False) -> None:
+        """Watch calls of the model if hooks need them; or count them, as far as they matter.
+
+        In the first step, they tell which thread trains the model.
+        """
+        needs, always = self.needs, self.always_sees_calls
+        matter = self.checks.is_first_step or needs.counts_calls or self.always_counts_calls
+        returns = always or (needs.backward and (matter or self._is_compiled()))
+        self.model.watch(calls=needs.calls or starts or always, returns=returns)
+
+    def count_calls(self) -> None:
+        """Count the model's calls from now on: the session saves checkpoints between them."""
+        if not self.always_counts_calls:
+            self.always_counts_calls = True
+            self._watch_model()
 
     def _is_compiled(self) -> bool:
         """Return whether hooks on parts of the model would be compiled."""
@@ -284,6 +303,7 @@ class StepWatch:
         self.checks.check_hooks()
         self._steps.watch(optimizer)
         log.info("Optimizer %d is %s, which steps now.", i, type(optimizer).__name__)
+        self.checks.report_late_state(self.loop.state.connect_optimizer(optimizer))
 
     def _take_gradients(self, i: int, awaited: Versions, were_ready: bool) -> None:
         """Note what was known about gradients before it was known which optimizer has them."""
@@ -334,7 +354,7 @@ class StepWatch:
     def before_backward(self, loss: torch.Tensor | None) -> _Before | None:
         """Return the loss and the gradients; None for a thread that does not train the model."""
         given = self._given_loss
-        if given is None and get_ident() not in (self._thread, self.model.thread):
+        if given is None and get_ident() != self._thread and not self._is_in_training_thread(loss):
             return None
         if self.times.timed:
             self.times.lap("forward")
@@ -353,6 +373,18 @@ class StepWatch:
         self._backward = _Before(versions, seen, given is not None, scaler)
         return self._backward
 
+    def _is_in_training_thread(self, loss: torch.Tensor | None) -> bool:
+        """Return whether the thread that runs backward, and has ended no step, trains the model."""
+        thread = get_ident()
+        if thread == self.model.thread:
+            return True
+        if not self.model.is_counting and thread not in self._other_threads:
+            if loss is not None and self._trains(loss):
+                self._thread = thread
+                return True
+            self._other_threads.add(thread)
+        return False
+
     def _dropped_gradients(self, versions: list[Versions]) -> bool:
         """Return whether the loop had gradients that no optimizer has used."""
         return self.awaits_optimizer and bool(self.backwards_seen) and not any(versions)
@@ -362,7 +394,9 @@ class StepWatch:
         if before is None:
             return
         has_stepped, self._backward = self._backward is not before, None
-        changed = before.is_given or any(map(_have_changed, before.versions, self.optimizers))
+        changed = before.is_given or any(
+            map(have_gradients_changed, before.versions, self.optimizers)
+        )
         if not changed and not has_stepped:
             return
         self.has_new_gradients = changed
@@ -395,7 +429,7 @@ class StepWatch:
         # An optimizer that steps less often than another has gradients of several steps.
         takes_part = not self._stepped and self.rule.ends_with is None
         for i in tuple(self._ready):
-            if not _have_changed(before[i], self.optimizers[i]):
+            if not have_gradients_changed(before[i], self.optimizers[i]):
                 continue
             if i in self._stepped:
                 self._has_more.add(i)
@@ -579,14 +613,16 @@ class StepWatch:
     # Gradients are unscaled before the optimizer is called, fused or not, so that hooks see those
     # it uses; the result is the same, bit for bit.
 
-    def _use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+    def _use_scaler(self, scaler: torch.amp.GradScaler, *, has_scaled: bool = True) -> None:
         """Use a scaler that `attach` was not given, and that steps an attached optimizer."""
         if self.scaler is not None:
             self.checks.report("second scaler")
             return
-        self.scaler = self.loop.state.scaler = self._session.scaler = scaler
+        self.scaler = self._session.scaler = scaler
         self._takes_short_path = False
         log.info("The loop steps through a %s, which is used from now on.", type(scaler).__name__)
+        problems = self.loop.state.connect_scaler(scaler, has_scaled=has_scaled)
+        self.checks.report_late_state(problems)
 
     def _find_turn(self, scaler: torch.amp.GradScaler, optimizer: Any) -> int | None:
         """Return the number of an optimizer that a scaler handles; None if it is not attached."""
@@ -600,10 +636,19 @@ class StepWatch:
 
     def scaler_scale(self, scale: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         """Scale as the scaler does; it is noted which loss this was."""
+        if self.loop.state.late.scaler is not None and self._trains(outputs):
+            self._use_scaler(scaler, has_scaled=False)  # its state has to be there before it scales
         scaled = scale(outputs)
         if isinstance(scaled, torch.Tensor):
             self._scaled, self._scaled_by = weakref.ref(scaled), scaler
         return scaled
+
+    def _trains(self, loss: Any) -> bool:
+        """Return whether a loss was computed from parameters of the model."""
+        parameters = {id(parameter) for parameter in self.context.model.parameters()}
+        return isinstance(loss, torch.Tensor) and any(
+            id(getattr(node, "variable", None)) in parameters for node in _nodes_of(loss)
+        )
 
     def scaler_unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         """Unscale as the scaler does, and fire on_gradients_ready."""
@@ -780,17 +825,25 @@ class StepWatch:
             self.dispatchers.on_step_skipped(self.context)
         self._end_turn(i, stepped=False)
 
-    def warn_of_waiting_gradients(self) -> None:
-        """Warn that a checkpoint does not have gradients which wait for a slower optimizer."""
+    def save_waiting_gradients(self) -> list[list[Any] | None]:
+        """Return the gradients that wait for optimizers which step less often than another one."""
         ends_with = self.rule.ends_with
-        waiting = (o for i, o in enumerate(self.optimizers) if i != ends_with and gradients_of(o))
-        if ends_with is not None and next(waiting, None) is not None:
-            self.checks.warn_once(
-                "waiting gradients",
-                "A checkpoint has no gradients. This one was saved while those of an optimizer "
-                "that steps less often wait for its step: a resumed run steps it without them. "
-                "Save after steps in which all optimizers have stepped.",
+        waits = [ends_with not in (None, i) for i in range(len(self.optimizers))]
+        return save_gradients(self.optimizers, waits)
+
+    def load_waiting_gradients(self, saved: list[list[Any] | None]) -> None:
+        """Restore gradients that wait for optimizers; those must be there."""
+        if not self.awaits_optimizer:
+            load_gradients(self.optimizers, saved)
+        elif any(saved):
+            log.warning(
+                "The checkpoint has gradients that wait for an optimizer which is not known yet, "
+                "so they are not restored. Give it: attach(model, optimizers, …)."
             )
+
+    def compare_waiting_gradients(self, saved: list[list[Any] | None]) -> list[str]:
+        """Return a line if gradients in a checkpoint are of other parameters."""
+        return [] if self.awaits_optimizer else compare_gradients(self.optimizers, saved)
 
     # -- the end of a step ------------------------------------------------------------------------
 
@@ -823,7 +876,10 @@ class StepWatch:
         self._awaited = None
         self._end_step(skipped=skipped, is_late=is_late)
         self.context.stepped = ()
-        self.checks.is_first_step = False
+        if self.checks.is_first_step:
+            self.checks.is_first_step = False
+            self.checks.warn_of_waiting_states()
+            self._watch_model()
 
     def _forget_gradients(self, stepped: tuple[int, ...]) -> None:
         """Forget about gradients that steps have used; others wait for their optimizer."""
@@ -883,7 +939,7 @@ class StepWatch:
         context, record = self.context, self.loop.record
         for name, own in losses:
             record.add_to_step(name, own)
-        for i in context.stepped or (0,):
+        for i in () if self.needs.logs_rates else context.stepped or (0,):
             if (lr := context.read_lr(i)) is not None:
                 record.add_to_step(f"lr/{context.optimizer_names[i]}", lr)
         return None if losses else loss
@@ -893,9 +949,12 @@ def _nothing() -> None:
     """Return None, as a weak reference does whose object is gone."""
 
 
-def _have_changed(before: Versions, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a gradient was changed in place or replaced; the first one decides."""
-    gradients = gradients_of(optimizer)
-    if len(before) != len(gradients):
-        return True
-    return any(version_of(g) != version for g, version in zip(gradients, before, strict=True))
+def _nodes_of(loss: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph, each once."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]

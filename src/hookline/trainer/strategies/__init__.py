@@ -11,9 +11,9 @@ import torch
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import TrainingError
 from hookline.loop.processes import join_processes, local_rank, world_size
-from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
+from hookline.trainer.strategies.single_process import SingleProcess
 
-__all__ = ["SingleProcess", "choose_accelerate", "make_strategy", "parameters_of"]
+__all__ = ["SingleProcess", "choose_accelerate", "make_strategy"]
 
 
 def make_strategy(

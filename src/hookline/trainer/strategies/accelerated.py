@@ -12,10 +12,11 @@ from hookline.arguments import show_value
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ArgumentError, TrainingError
 from hookline.loop.broadcasts import BufferBroadcast
+from hookline.loop.event_context import parameters_of
 from hookline.loop.processes import join_processes, world_size
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.data_parallel import CallCheck
-from hookline.trainer.strategies.single_process import SingleProcess, parameters_of
+from hookline.trainer.strategies.single_process import SingleProcess
 
 _SUPPORTED = "Supported are a single process, DDP, and FSDP2 (fsdp_version 2)."
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}  # Accelerate's name, and ours

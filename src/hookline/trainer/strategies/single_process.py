@@ -10,6 +10,7 @@ import torch
 
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ConfigError
+from hookline.loop.event_context import parameters_of
 from hookline.loop.processes import SingleProcessGroup
 from hookline.tensors.global_norm import global_norm
 
@@ -154,8 +155,3 @@ class SingleProcess:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return all parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
