@@ -246,7 +246,8 @@ class Lint(BuiltIn):
         log.log(level, "%s", message_lines(*f"Lint: {finding}".splitlines()))
         run = getattr(view.trainer, "run", None)
         if run is not None:
-            run.event("finding", **finding.as_dict())
+            page = next((check.page() for check in CHECKS if check.id == finding.check), "")
+            run.event("finding", **finding.as_dict(), page=page)
 
     def _merge(self, shared: list[list[dict[str, Any]]]) -> None:
         """Take over what other ranks have found, in rank 0."""
