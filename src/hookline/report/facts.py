@@ -233,7 +233,7 @@ def describe_lint(facts: Mapping[str, Any]) -> str:
     count, errors = lint["count"], lint["errors"]
     checks = "" if lint["checks"] is None else f"{lint['checks']:,} checks, "
     found = f"{count:,} finding{'' if count == 1 else 's'}" if count else "no finding"
-    which = "it is an error" if errors == count == 1 else f"{errors:,} of them errors"
+    which = "an error" if errors == count == 1 else f"{errors:,} of them errors"
     return f"Lint: {checks}{found}{f', {which}' if errors else ''}."
 
 

@@ -13,7 +13,7 @@ from hookline.events import EVENTS
 from hookline.hook import HookGroup
 from hookline.hooks.debugging.repeated_forward import CannotRepeatError, ModelCall, running_call
 from hookline.hooks.lint.catalogue import CHECKS
-from hookline.hooks.lint.finding import POINTS, Check, Finding
+from hookline.hooks.lint.finding import POINTS, Check, Finding, describe_left_out
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.torch_watch import LossCall, TorchWatch, early_watch
 from hookline.hooks.lint.training_view import TrainingView
@@ -278,9 +278,5 @@ class Lint(BuiltIn):
             return
         found = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
         lines = [f"Lint: {count} checks, {found}{f', {errors} of them errors' if errors else ''}."]
-        reasons: dict[str, list[str]] = {}
-        for name, reason in left_out.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            lines.append(f"    Left out: {', '.join(names)} ({reason}).")
+        lines += [f"    {line}" for line in describe_left_out(left_out)]
         log.info("%s", message_lines(*lines))
