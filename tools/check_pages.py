@@ -43,7 +43,7 @@ def table() -> str:
     for check in sorted(CHECKS, key=lambda one: one.rule):
         finds = " ".join(check.page().split("\n\n")[0].split())
         lines.append(
-            f"| {check.rule} {RULES[check.rule]} | [{check.id}](checks/{check.id}.md) | {finds} | "
+            f"| {check.rule}: {RULES[check.rule]} | [{check.id}](checks/{check.id}.md) | {finds} | "
             f"{check.severity} | {_kind(check)} | {_cost(check)} |"
         )
     return "\n".join(lines)
@@ -64,7 +64,7 @@ def _page(check: type[Check]) -> str:
         text.strip(),
         "",
         f"Severity: {check.severity}. Rule {check.rule}: {RULES[check.rule]}. This check is "
-        f"{_kind(check)}; cost: {_cost(check)}. [All checks](../lint.md).",
+        f"{_kind(check)}; cost: {_cost(check)}. [All checks](../checks.md).",
     ]
     for title, body in zip(sections[::2], sections[1::2], strict=True):
         lines += ["", f"## {_TITLES[title]}", "", *_body(title, textwrap.dedent(body).strip("\n"))]

@@ -205,7 +205,7 @@ TARGETS = (
     ("docs/trainer_config.md", "<!-- config: ", "<!-- end of config", config_lists),
     ("docs/configuration_reference.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
     ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
-    ("docs/lint.md", "<!-- checks: ", "<!-- end of checks", check_pages.table),
+    ("docs/checks.md", "<!-- checks: ", "<!-- end of checks", check_pages.table),
     ("mkdocs.yml", "          # checks: ", "          # end of checks", check_pages.navigation),
     ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.folders),
     ("docs/code_tree.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),

@@ -96,9 +96,7 @@ def table(linted: dict[str, LintedLoop]) -> str:
     for name, reasons in not_made.items():
         own = {check: reason for check, reason in reasons.items() if check not in common}
         lines.append(f"| {name} | {len(CHECKS) - len(reasons)} of {len(CHECKS)} | {_shown(own)} |")
-    lines += (
-        ["", f"In all of these runs, {_shown(common)} had nothing to look at."] if common else []
-    )
+    lines += ["", f"Left out in all of these runs: {_shown(common)}."] if common else []
     return "\n".join(lines)
 
 
