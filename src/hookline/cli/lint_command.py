@@ -79,7 +79,11 @@ def lint(
         with delay_interrupts():
             from hookline.hooks.lint.lint_hook import Lint
             from hookline.integrations.scripts.run_settings import RunSettings
-        options = {"only": only or None, "ignore": ignore or [], "active": not passive}
+        options: dict[str, Any] = {
+            "only": only or None,
+            "ignore": ignore or [],
+            "active": not passive,
+        }
         try:
             Lint(**options)
         except HooklineError as error:

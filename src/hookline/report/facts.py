@@ -211,7 +211,7 @@ def _lint_facts(data: RunData) -> dict[str, Any] | None:
         numbers = {name: _count(event.get(name)) for name in ("step", "rank")}
         severity = "error" if event.get("severity") == "error" else "warning"
         one = {**texts, **numbers, "severity": severity}
-        found.setdefault((one["check"], one["subject"]), one)
+        found.setdefault((texts["check"], texts["subject"]), one)
     findings = sorted(found.values(), key=lambda one: one["severity"])  # errors first
     last = summaries[-1] if summaries else {}
     left_out: Any = last.get("left_out")

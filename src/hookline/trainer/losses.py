@@ -113,7 +113,7 @@ class LossComputer:
 
 def _observable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of torch.nn.functional as an observer has replaced it there, or itself."""
-    current = getattr(F, getattr(function, "__name__", ""), None)
+    current: Any = getattr(F, str(getattr(function, "__name__", "")), None)
     return current if getattr(current, "__wrapped__", None) is function else function
 
 
