@@ -2,7 +2,8 @@
 
 Type checkers and editors read text, not objects that exist at run time. So the methods of `Hook`
 and the tables of the events page are generated from the event table, the tables of the
-configuration pages from the configuration models, the pages of built-in hooks from their classes,
+configuration pages from the configuration models, the pages of built-in hooks and of Lint's checks
+from their classes,
 the tables of other libraries' trainers from what their integrations say,
 the names in the API reference from `__all__`, and llms.txt from the pages. `--check` changes
 nothing and fails when a file is outdated.
@@ -19,6 +20,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import api_pages
+import check_pages
 import config_pages
 import hook_pages
 import integration_pages
@@ -203,6 +205,8 @@ TARGETS = (
     ("docs/trainer_config.md", "<!-- config: ", "<!-- end of config", config_lists),
     ("docs/configuration_reference.md", "<!-- config: ", "<!-- end of config", config_pages.tables),
     ("docs/built_in.md", "<!-- hooks: ", "<!-- end of hooks", hook_pages.overview),
+    ("docs/checks.md", "<!-- checks: ", "<!-- end of checks", check_pages.table),
+    ("mkdocs.yml", "          # checks: ", "          # end of checks", check_pages.navigation),
     ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.folders),
     ("docs/code_tree.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
 )
@@ -238,6 +242,8 @@ def texts() -> Iterator[tuple[str, str]]:
         yield f"docs/{library}.md", rewritten(page, "<!-- generated: ", "<!-- end -->", table)
     for name, text in hook_pages.pages().items():
         yield f"docs/built_in/{name}.md", text
+    for name, text in check_pages.pages().items():
+        yield f"docs/checks/{name}.md", text
     for topic in api_pages.PAGES:
         yield f"docs/api/{topic}.md", api_pages.page(topic)
     yield "llms.txt", llms_page.llms_text()

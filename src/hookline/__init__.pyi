@@ -51,6 +51,8 @@ from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook as Check
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint as ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook as UploadHook
 from hookline.hooks.debugging.debug_hook import DebugHook as DebugHook
+from hookline.hooks.lint.finding import Finding as Finding
+from hookline.hooks.lint.lint_hook import Lint as Lint
 from hookline.hooks.monitoring.activation_stats import ActivationStats as ActivationStats
 from hookline.hooks.monitoring.attention_monitor import AttentionMonitor as AttentionMonitor
 from hookline.hooks.monitoring.console_log import ConsoleLogHook as ConsoleLogHook

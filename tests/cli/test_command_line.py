@@ -88,8 +88,12 @@ def test_the_demo_is_a_completed_run_on_disk(trained: Trained) -> None:
         "gradient_monitor",
         "outlier_monitor",
         "lr_monitor",
+        "lint",
         "identity",
     ]
+    events = map(json.loads, (trained.run / "events.jsonl").read_text().splitlines())
+    [lint] = [event for event in events if event["kind"] == "lint"]
+    assert lint["findings"] == 0
     assert len(set(trained.values("gradients/total/norm"))) >= 30
 
 

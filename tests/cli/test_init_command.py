@@ -67,7 +67,8 @@ def test_a_folder_that_cannot_be_written_is_bad_input(folder: str, tmp_path: Pat
 def test_what_it_writes_is_checked_without_complaint(project: Path) -> None:
     done = run_hookline("check", "train.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "loss_spikes" in done.stdout
+    assert "loss_spikes, lint" in done.stdout
+    assert "findings   none\n" in done.stdout
 
 
 def test_it_trains_something_real(project: Path) -> None:
@@ -80,6 +81,10 @@ def test_it_trains_something_real(project: Path) -> None:
     assert len(losses) == 3
     assert losses[-1] < 2.2  # 4.6 for a guess; with the frequencies of single letters 3.0
     assert "Loss spikes: 0" in done.stdout
+    events = map(json.loads, Path(project, one["path"], "events.jsonl").read_text().splitlines())
+    [lint] = [event for event in events if event["kind"] == "lint"]
+    assert lint["checks"] > 5
+    assert lint["findings"] == 0
 
 
 def test_the_tests_of_its_hook_pass_and_it_is_clean(project: Path) -> None:
@@ -107,7 +112,7 @@ def test_what_is_commented_out_in_the_file_is_valid_too(project: Path) -> None:
         for line in body.splitlines()
     ]
     full = "\n".join(lines)
-    assert len(yaml.safe_load(full)["hooks"]) == 6
+    assert len(yaml.safe_load(full)["hooks"]) == 7
     (project / "full.yaml").write_text(full)
     done = run_hookline("check", "full.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")

@@ -215,6 +215,37 @@ def test_check_finds_a_batch_that_does_not_fit_the_model(project: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+NOISY = """
+import random
+import torch
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rng = random.Random(0)
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.full((8,), self.rng.random()), torch.ones(4)
+"""
+NOISY_DATA = "data.train={class_path: noisy.Noisy, loader: {batch_size: 2, num_workers: 1}}"
+
+
+def test_check_finds_silent_bugs_that_a_batch_shows(project: Path) -> None:
+    (project / "noisy.py").write_text(NOISY)
+    done = run_hookline("check", "train.yaml", NOISY_DATA, cwd=project)
+    assert done.returncode == 1
+    assert "Lint: error workers-share-random-numbers at step 1: DataLoader of Noisy" in done.stderr
+    assert "    Fix: Give each worker its own generator" in done.stderr
+    assert "findings   1\n" in done.stdout
+    assert "OK" not in done.stdout.splitlines()
+    said = json.loads(run_hookline("check", "train.yaml", NOISY_DATA, "--json", cwd=project).stdout)
+    assert said["ok"] is False
+    assert [one["check"] for one in said["findings"]] == ["workers-share-random-numbers"]
+    ignored = "hooks=[{name: lint, ignore: [workers-share-random-numbers]}]"
+    done = run_hookline("check", "train.yaml", NOISY_DATA, ignored, cwd=project)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookline.config.trainer_config import TrainerConfig
 from hookline.context import Metrics
 from hookline.hook import Hook
+from hookline.hooks.lint.lint_hook import Lint
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.hooks.monitoring.lr_monitor import LRMonitor
 from hookline.hooks.monitoring.outlier_monitor import OutlierMonitor
@@ -94,6 +95,7 @@ def make_trainer(
     trainer.add_hook(GradientMonitor(every=often))
     trainer.add_hook(OutlierMonitor(every=often))
     trainer.add_hook(LRMonitor())
+    trainer.add_hook(Lint())
     return trainer, *_loaders(text.data, seed)
 
 

@@ -25,6 +25,7 @@ GROUPS = {
     "optimization": "Control training",
     "checkpointing": "Save checkpoints and results",
     "debugging": "Find errors",
+    "lint": "Find errors",
     "notification": "Send notifications",
     "updates": "Transform gradients",
     "probes": "Observe or edit the model's activations",

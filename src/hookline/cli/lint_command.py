@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Sized
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ import typer
 
 from hookline.cli.command_base import (
     RunsFolder,
+    bad_value,
     check_folder,
     delay_interrupts,
     exit_on_interrupt,
@@ -24,8 +25,9 @@ from hookline.cli.run_command import check_command
 from hookline.cli.text_output import print_text
 from hookline.errors import HooklineError
 from hookline.masking import mask_text
-from hookline.printable import printable_lines
+from hookline.printable import printable, printable_lines
 
+_FIELDS = ("check", "severity", "step", "rank", "subject", "message", "fix")
 _NOTHING_TRAINED = 2
 _LIMIT = "hookline.hooks.lint.step_limit.StepLimit"
 
@@ -54,7 +56,10 @@ def lint(
         bool, typer.Option("--passive", help="Make no check that calls the model again.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the findings as JSON, and nothing else of ours.")
+        bool,
+        typer.Option(
+            "--json", help="Print the findings as JSON; the script's output goes to stderr."
+        ),
     ] = False,
     runs: RunsFolder = None,
 ) -> None:
@@ -67,14 +72,18 @@ def lint(
     The script runs as a child, with its own output, and is ended after **--steps** steps; what it
     does after training is skipped. Training is the same as without the checks.
 
-    Exit codes: 0 without errors, 1 if there are findings that are errors, 2 if nothing was trained
-    or the command is wrong. A script that fails by itself passes its own code on.
+    Exit codes: 1 if there are findings that are errors; else the script's own code if it failed;
+    else 2 if nothing was trained or the command is wrong; else 0.
     """
     with exit_on_interrupt():
         with delay_interrupts():
             from hookline.hooks.lint.lint_hook import Lint
             from hookline.integrations.scripts.run_settings import RunSettings
-        options = {"only": only or None, "ignore": ignore or [], "active": not passive}
+        options: dict[str, Any] = {
+            "only": only or None,
+            "ignore": ignore or [],
+            "active": not passive,
+        }
         try:
             Lint(**options)
         except HooklineError as error:
@@ -91,25 +100,32 @@ def lint(
                 hooks=[{"name": "lint", **options}, {"name": _LIMIT, "steps": steps}],
                 runs=str(folder.absolute()),
                 folder=str(Path.cwd()),
+                stopped_code=0,
+                is_temporary=runs is None,
             )
-            code = _run(command or [], replace(settings, stopped_code=0))
+            code = _run(command or [], settings, as_json=as_json)
             events = [
                 event
                 for run in sorted(set(folder.iterdir()) - before)
                 for event in _read_events(run / "events.jsonl")
             ]
-        raise typer.Exit(_report(events, code, as_json=as_json))
+        raise typer.Exit(_report(Verdict(events, code), as_json=as_json))
 
 
-def _run(command: list[str], settings: Any) -> int:
+def _run(command: list[str], settings: Any, *, as_json: bool) -> int:
     """Run the script as a child, and return its exit code; Ctrl-C reaches both."""
     environment = settings.environment(os.environ)
-    process = subprocess.Popen(command, env=environment)
     try:
-        return process.wait()
+        process = subprocess.Popen(command, env=environment, stdout=sys.stderr if as_json else None)
+    except OSError as error:
+        shown = printable(command[0], 200)
+        raise bad_value("COMMAND", f"'{shown}' cannot be run ({error.strerror}).") from None
+    try:
+        code = process.wait()
     except KeyboardInterrupt:
         process.wait()
         raise
+    return code if code >= 0 else 128 - code  # as shells do for signals
 
 
 def _read_events(file: Path) -> list[dict[str, Any]]:
@@ -119,30 +135,58 @@ def _read_events(file: Path) -> list[dict[str, Any]]:
     return [e for e in read_records(file) if e.get("kind") in kinds] if file.is_file() else []
 
 
-def _report(events: list[dict[str, Any]], code: int, *, as_json: bool) -> int:
-    """Print the findings, and return the exit code."""
-    fields = ("check", "severity", "step", "rank", "subject", "message", "fix")
-    found = [event for event in events if event["kind"] == "finding"]
-    findings = [{name: event.get(name) for name in fields} for event in found]
-    summaries = [event for event in events if event["kind"] == "lint"]
-    checks = max((summary.get("checks", 0) for summary in summaries), default=0)
-    left_out = {k: v for summary in summaries for k, v in summary.get("left_out", {}).items()}
-    errors = sum(finding["severity"] == "error" for finding in findings)
-    has_trained = any(event.get("steps") for event in summaries) or bool(findings)
+class Verdict:
+    """What was found in all training runs of a script.
+
+    Args:
+        events: the events `finding` and `lint` of its runs.
+        script_code: the script's exit code.
+    """
+
+    def __init__(self, events: list[dict[str, Any]], script_code: int) -> None:
+        found = [event for event in events if event["kind"] == "finding"]
+        self.findings = [{name: event.get(name) for name in _FIELDS} for event in found]
+        self.errors = sum(finding["severity"] == "error" for finding in self.findings)
+        summaries = [event for event in events if event["kind"] == "lint"]
+        self.checks = max((each.get("checks", 0) for each in summaries), default=0)
+        reasons = [each.get("left_out", {}) for each in summaries]
+        self.left_out: dict[str, str] = {
+            check: reason
+            for check, reason in (reasons[0] if reasons else {}).items()
+            if all(check in each for each in reasons)
+        }
+        self.has_trained = bool(found) or any(each.get("steps") for each in summaries)
+        self.script_code = script_code
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        if self.errors:
+            return 1
+        return self.script_code or (0 if self.has_trained else _NOTHING_TRAINED)
+
+
+def _report(verdict: Verdict, *, as_json: bool) -> int:
+    """Print what was found, and return the exit code."""
+    from hookline.hooks.lint.finding import describe_left_out
+
     if as_json:
-        shown = {"findings": findings, "checks": checks, "left_out": left_out, "exit_code": code}
-        print(json.dumps({**shown, "trained": has_trained}, indent=2))
-    elif not has_trained:
-        print_text(
+        names = ("findings", "checks", "left_out", "has_trained", "script_code", "exit_code")
+        print(json.dumps({name: getattr(verdict, name) for name in names}, indent=2))
+        return verdict.exit_code
+    lines = [
+        f"hookline: {verdict.checks} checks, {_count(verdict.findings, 'finding')}, "
+        f"{_count(range(verdict.errors), 'error')}.",
+        *(f"    {line}" for line in describe_left_out(verdict.left_out)),
+    ]
+    if not verdict.has_trained:
+        lines = [
             "hookline: nothing was trained that could be linted: the script has made no optimizer "
-            "step that was seen. See the messages above.",
-            sys.stderr,
-        )
-    else:
-        count = f"{len(findings)} finding{'s' * (len(findings) != 1)}"
-        print_text(f"hookline: {checks} checks, {count}, {errors} errors.", sys.stderr)
-    if errors:
-        return 1
-    if not has_trained:
-        return _NOTHING_TRAINED
-    return code if code > 0 else 0 if code == 0 else 128 - code
+            "step that was seen. See the messages above."
+        ]
+    print_text(printable_lines("\n".join(lines)), sys.stderr)
+    return verdict.exit_code
+
+
+def _count(items: Sized, what: str) -> str:
+    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"

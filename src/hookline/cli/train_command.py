@@ -204,8 +204,9 @@ def check(
 
     Checks that all classes exist, that arguments match their signatures, that hooks can be
     registered, that a batch passes through the model, the loss and backward, that monitored metrics
-    exist, and that a run can be written. No optimizer steps, and no run is written. Nothing that is
-    not trusted is imported.
+    exist, and that a run can be written. The passive checks of **lint** look for silent bugs in
+    this batch; if they find an error, the exit code is 1. No optimizer steps, and no run is
+    written. Nothing that is not trusted is imported.
 
     Example: **hookline check train.yaml**
     """
@@ -225,11 +226,15 @@ def check(
         count = getattr(error, "count", len(problems))
         print_json({"ok": False, "error": str(error), "problems": problems, "count": count})
         raise typer.Exit(1) from None
+    errors = [finding for finding in facts["findings"] if finding["severity"] == "error"]
     if as_json:
-        print_json({"ok": True, **facts})
+        print_json({"ok": not errors, **facts})
     else:
         show(_as_table(facts))
-        print_line("OK")
+        if not errors:
+            print_line("OK")
+    if errors:
+        raise typer.Exit(1)
 
 
 def schema(
@@ -305,6 +310,7 @@ def _as_table(facts: dict[str, Any]) -> str:
         ("train", _data(train)),
         *([("val", _data(val))] if val is not None else []),
         ("loss", f"{format_number(train['loss'])} of the first batch"),
+        ("findings", str(len(facts["findings"])) if facts["findings"] else "none"),
         ("backward", f"reaches {train['gradients']} of {train['parameters']} tensors"),
         ("optimizer", ", ".join(facts["optimizers"])),
         *([("scheduler", ", ".join(facts["schedulers"]))] if facts["schedulers"] else []),

@@ -12,6 +12,8 @@ from hookline.config_files.tree import FileError, Key, shorten
 from hookline.config_files.trust import importable
 from hookline.context import Metrics
 from hookline.errors import HooklineError, TrainingError, nearest
+from hookline.hooks.lint.finding import Finding
+from hookline.hooks.lint.lint_hook import Lint
 from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
 from hookline.printable import message_lines
@@ -25,19 +27,39 @@ _MAX_MESSAGE = 4_000
 def dry_run(training: Training) -> dict[str, Any]:
     """Run one training and one validation batch; return a description of the training.
 
-    The training batch also runs backward. No optimizer steps, and no run is written.
+    The training batch also runs backward, and is looked at by the passive checks of `Lint`. No
+    optimizer steps, and no run is written.
     """
     trainer = training.trainer
     with importable(training.folder):
         with _errors_name("the data"):
             trainer.set_data(training.loaders, training.val_loaders)
-        train = _train_batch(trainer)
+        with _linted(trainer) as findings:
+            train = _train_batch(trainer)
         val = _val_batch(trainer) if trainer.validates else None
         _check_validation(training)
         train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
         _check_monitors(training, train_names, val_names)
         _check_length(training)
-    return {**_describe(training), "train": train, "val": val}
+    shown = [finding.as_dict() for finding in findings]
+    return {**_describe(training), "train": train, "val": val, "findings": shown}
+
+
+@contextmanager
+def _linted(trainer: Trainer) -> Generator[list[Finding]]:
+    """Yield the list of what passive checks find; those of a `Lint` of the config, if it has one.
+
+    Checks that look at the optimizer's step are not called: there is none.
+    """
+    hooks = [hook for _, hook, _ in trainer.hooks.of_kind("loop") if isinstance(hook, Lint)]
+    options: dict[str, Any] = {"only": hooks[0].only, "ignore": hooks[0].ignore} if hooks else {}
+    lint = Lint(**options, active=False)
+    lint.on_train_start(trainer, trainer.model, trainer.optimizers)
+    try:
+        yield lint.findings
+        lint.on_step_end(1)
+    finally:
+        lint.on_train_end(trainer)
 
 
 def _train_batch(trainer: Trainer) -> dict[str, Any]:

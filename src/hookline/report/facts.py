@@ -25,6 +25,8 @@ _PHASES = (
 _SKIPS, _FAILURES, _SPIKES = "step_skipped", "hook_failed", "loss_spike"
 _LOSSES = ("train/loss", "train/loss_epoch", "val/loss", "val/loss_epoch")
 _MAX_FINDINGS = 20
+_MAX_LINT = 200
+_LINT_TEXTS = {"check": 100, "subject": 500, "message": 2_000, "fix": 2_000, "page": 4_000}
 
 
 def collect_facts(data: RunData) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def collect_facts(data: RunData) -> dict[str, Any]:
         "steps_skipped": _skipped_steps(data),
         "loss_spikes": data.event_counts.get(_SPIKES, 0) if _detects_spikes(data) else None,
         "debug_findings": _findings(data),
+        "lint": _lint_facts(data),
         "hooks": _hook_facts(data),
         "phase_seconds": phase_seconds(data),
         "gradients": _gradient_facts(data),
@@ -69,7 +72,13 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
     """Return the facts as sentences."""
     lines = [_outcome(facts), _losses(facts), _results(facts)]
     lines += [text for _, text in describe_gradients(facts)]
-    lines += [_origin(facts), _incidents(facts), _hook_cost(facts), _time(facts)]
+    lines += [
+        describe_lint(facts),
+        _origin(facts),
+        _incidents(facts),
+        _hook_cost(facts),
+        _time(facts),
+    ]
     for name, lacks in facts["trackers"].items():
         problem = f": {lacks['problem']}" if lacks["problem"] else ""
         lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
@@ -87,7 +96,8 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
 def describe_status(facts: Mapping[str, Any]) -> list[str]:
     """Return how a run ended as a tone (`good`, `warn`, `bad` or none) and a text.
 
-    Only a run that completed is good, if its losses and gradients were finite.
+    Only a run that completed is good, if its losses and gradients were finite and Lint has found
+    nothing that is an error.
     """
     status = shorten(facts["status"], 40)
     tones = {"completed": "good", "stopped": "", "training": ""}
@@ -96,6 +106,9 @@ def describe_status(facts: Mapping[str, Any]) -> list[str]:
     losses = [facts["metrics"][name]["last"] for name in _LOSSES if name in facts["metrics"]]
     if None in losses:
         return ["bad", f"{status}, loss not finite"]
+    errors = facts["lint"]["errors"] if facts["lint"] is not None else 0
+    if errors:
+        return ["bad", f"{status}, with {errors:,} error{'' if errors == 1 else 's'} found by Lint"]
     is_odd = facts["not_finite"].keys() & {*_LOSSES} or _has_bad_gradients(facts)
     if is_odd and tone in ("good", ""):
         return ["warn", f"{status}, with values that were not finite"]
@@ -181,6 +194,47 @@ def _findings(data: RunData) -> dict[str, Any]:
         for event in data.events_of("debug_finding")[:_MAX_FINDINGS]
     ]
     return {"count": data.event_counts.get("debug_finding", 0), "first": first}
+
+
+def _lint_facts(data: RunData) -> dict[str, Any] | None:
+    """Return what Lint has found and which checks it made; None if it was not there.
+
+    A resumed run may find the same again: it is one finding. The checks are those of the last
+    attempt that ended; None before.
+    """
+    events, summaries = data.events_of("finding"), data.events_of("lint")
+    if not events and not summaries:
+        return None
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for event in events:
+        texts = {name: shorten(event.get(name) or "", limit) for name, limit in _LINT_TEXTS.items()}
+        numbers = {name: _count(event.get(name)) for name in ("step", "rank")}
+        severity = "error" if event.get("severity") == "error" else "warning"
+        one = {**texts, **numbers, "severity": severity}
+        found.setdefault((texts["check"], texts["subject"]), one)
+    findings = sorted(found.values(), key=lambda one: one["severity"])  # errors first
+    last = summaries[-1] if summaries else {}
+    left_out: Any = last.get("left_out")
+    reasons = left_out.items() if isinstance(left_out, dict) else ()
+    return {
+        "findings": findings[:_MAX_LINT],
+        "count": len(findings),
+        "errors": sum(one["severity"] == "error" for one in findings),
+        "checks": _count(last.get("checks")),
+        "left_out": {shorten(name, 100): shorten(why, 300) for name, why in [*reasons][:_MAX_LINT]},
+    }
+
+
+def describe_lint(facts: Mapping[str, Any]) -> str:
+    """Return how many checks Lint made and what it found, in a sentence; "" without Lint."""
+    lint = facts["lint"]
+    if lint is None:
+        return ""
+    count, errors = lint["count"], lint["errors"]
+    checks = "" if lint["checks"] is None else f"{lint['checks']:,} checks, "
+    found = f"{count:,} finding{'' if count == 1 else 's'}" if count else "no finding"
+    which = "an error" if errors == count == 1 else f"{errors:,} of them errors"
+    return f"Lint: {checks}{found}{f', {which}' if errors else ''}."
 
 
 def _detects_spikes(data: RunData) -> bool:
@@ -418,6 +472,11 @@ def _measure(value: Any) -> float:
     """Return a number of a size that a run can have; 0 for others, whose sums might overflow."""
     number = _number(value)
     return number if 0 <= number < 1e18 else 0
+
+
+def _count(value: Any) -> int | None:
+    """Return a number that counts something; None for anything else."""
+    return int(value) if is_finite_number(value) and 0 <= value < 1e18 else None
 
 
 def _finite(value: Any) -> Any:

@@ -27,7 +27,7 @@ _FRAME_BYTES = 100_000  # the page's own script and style
 _MIN_BYTES = 10_000  # smaller sections of a page that is too large are left alone
 
 _SCRIPTS = (
-    *("elements", "figures", "curves", "layers", "media", "hooks"),
+    *("elements", "figures", "findings", "curves", "layers", "media", "hooks"),
     *("system", "details", "main"),
 )
 

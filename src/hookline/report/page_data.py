@@ -11,6 +11,7 @@ from typing import Any
 from hookline.report.facts import (
     describe_facts,
     describe_gradients,
+    describe_lint,
     describe_status,
     phase_seconds,
     read_hooks,
@@ -70,6 +71,7 @@ def encode_run(
     """Return a run as the page's script expects it."""
     sentences = describe_facts(facts)
     notes, badge = describe_gradients(facts), describe_status(facts)
+    lint = facts["lint"] and {**facts["lint"], "summary": describe_lint(facts)}
     axes: dict[tuple[bytes, bytes], int] = {}
     xs: list[dict[str, Any]] = []
     series = {name: _encode(one, axes, xs) for name, one in data.series.items()}
@@ -84,6 +86,7 @@ def encode_run(
         "series": series,
         "layers": _encode_layers(data),
         "gradients": notes,
+        "lint": lint,
         "marks": _marks(data),
         "tokens": [list(column) for column in zip(*token_points(data), strict=True)],
         "hooks": read_hooks(data),

@@ -37,6 +37,8 @@ _FIELDS = {
         *("batches", "values"),
     ),
     "debug_finding": ("step", "probe", "module", "condition", "where", "message"),
+    "finding": ("step", "check", "severity", "rank", "subject", "message", "fix", "page"),
+    "lint": ("steps", "checks", "left_out"),
     "stop": ("step", "by", "reason"),
     "signal": ("step", "signal"),
     "trackers": ("missing",),

@@ -57,7 +57,7 @@ class LossComputer:
             outputs = model(inputs)
             if self.loss_fn is None:
                 return self._default_loss(outputs, targets), _NO_METRICS
-            loss = self.loss_fn(outputs, targets)
+            loss = _observable(self.loss_fn)(outputs, targets)
             if type(loss) is torch.Tensor and not loss.ndim:
                 return loss, _NO_METRICS
             return _checked(loss, "loss_fn")[0], _NO_METRICS
@@ -90,7 +90,8 @@ class LossComputer:
                 f"{', '.join(_TARGETS)}: {describe_structure(batch)}. Give step_fn(model, batch)."
             )
         outputs = model(**{name: value for name, value in batch.items() if name != key})
-        return _checked(self.loss_fn(outputs, batch[key]), "loss_fn")[0], _NO_METRICS
+        loss = _observable(self.loss_fn)(outputs, batch[key])
+        return _checked(loss, "loss_fn")[0], _NO_METRICS
 
     def _default_loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         if not (isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor)):
@@ -108,6 +109,12 @@ class LossComputer:
                 raise _no_default(outputs, targets, "the mean squared error needs the same shape")
             return F.mse_loss(outputs, targets)
         return F.cross_entropy(_classes_second(outputs, targets), targets.long())
+
+
+def _observable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch.nn.functional as an observer has replaced it there, or itself."""
+    current: Any = getattr(F, str(getattr(function, "__name__", "")), None)
+    return current if getattr(current, "__wrapped__", None) is function else function
 
 
 def _explain_wrapper(error: AttributeError, model: torch.nn.Module) -> None:

@@ -242,7 +242,7 @@ def search_averages(view: TrainingView) -> list[_Average]:
     They are found by their class, or by the name of a variable, an attribute or a class, in the
     functions that are running and in the attributes of what these have.
     """
-    parameters = {place.name: place.tensor for place in view.parameters}
+    parameters: dict[str, Tensor] = {place.name: place.tensor for place in view.parameters}
     seen = {id(module) for module in view.model.modules()}
     found: list[_Average] = []
     for frame in calling_frames():

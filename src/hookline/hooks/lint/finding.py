@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -96,6 +96,14 @@ class Check:
     def page(cls) -> str:
         """Return the docstring, without indentation."""
         return inspect.cleandoc(cls.__doc__ or "")
+
+
+def describe_left_out(left_out: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each reason why checks were left out."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    return [f"Left out: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
 
 
 POINTS = {

@@ -13,7 +13,7 @@ from hookline.events import EVENTS
 from hookline.hook import HookGroup
 from hookline.hooks.debugging.repeated_forward import CannotRepeatError, ModelCall, running_call
 from hookline.hooks.lint.catalogue import CHECKS
-from hookline.hooks.lint.finding import POINTS, Check, Finding
+from hookline.hooks.lint.finding import POINTS, Check, Finding, describe_left_out
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.torch_watch import LossCall, TorchWatch
 from hookline.hooks.lint.training_view import TrainingView
@@ -246,7 +246,8 @@ class Lint(BuiltIn):
         log.log(level, "%s", message_lines(*f"Lint: {finding}".splitlines()))
         run = getattr(view.trainer, "run", None)
         if run is not None:
-            run.event("finding", **finding.as_dict())
+            page = next((check.page() for check in CHECKS if check.id == finding.check), "")
+            run.event("finding", **finding.as_dict(), page=page)
 
     def _share_findings(self, view: TrainingView) -> None:
         if view.ranks > 1:
@@ -282,9 +283,5 @@ class Lint(BuiltIn):
             return
         found = f"{len(self.findings)} finding{'s' * (len(self.findings) != 1)}"
         lines = [f"Lint: {count} checks, {found}{f', {errors} of them errors' if errors else ''}."]
-        reasons: dict[str, list[str]] = {}
-        for name, reason in left_out.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in reasons.items():
-            lines.append(f"    Left out: {', '.join(names)} ({reason}).")
+        lines += [f"    {line}" for line in describe_left_out(left_out)]
         log.info("%s", message_lines(*lines))

@@ -193,10 +193,10 @@ class BuffersDiffer(Check):
         if not view.is_due:
             return
         names = view.module_names
-        norms = [m for m in view.model.modules() if type(m) in _BATCH_NORMS]
+        norms: list[Any] = [m for m in view.model.modules() if type(m) in _BATCH_NORMS]
         norms = [m for m in norms if isinstance(m.running_mean, Tensor)]
         weights = [p.tensor for p in view.parameters if not needs_collective(p.tensor)][:8]
-        read = [view.sample(m.running_mean) for m in norms if m.running_mean is not None]
+        read = [view.sample(m.running_mean) for m in norms]
         read += [view.sample(weight) for weight in weights]
         view.read(read, self._exchange, view, [names[m] for m in norms])
 

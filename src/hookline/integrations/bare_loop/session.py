@@ -118,6 +118,7 @@ class Session:
         has_ended: whether training with these hooks has ended.
         is_in_block: whether a `with` block of this session is being run.
         has_failed_to_start: whether it has ended in `attach` or `on_train_start`.
+        is_quiet: whether it does not say where its run is, and that training was stopped.
     """
 
     _finds_batches = True  # else another library's trainer tells of them
@@ -164,7 +165,7 @@ class Session:
         self._handler_cleanup: weakref.finalize[..., Session] | None = None
         self._generation: GenerationWatch | None = None
         self.started = self.has_failed_to_start = False
-        self.has_ended = self.is_in_block = False
+        self.has_ended = self.is_in_block = self.is_quiet = False
         self._has_left = False  # hooks are called no more
         self._warned_late_log = self._warned_no_run = False
         if optimizers:
@@ -526,7 +527,8 @@ class Session:
                 device_of(self.model), self.hooks, lambda: loop.context.known("tokens_seen")
             )
             self._watch.times = record.phases
-            announce(f"run {shorten_path(record.run.path)}")
+            if not self.is_quiet:
+                announce(f"run {shorten_path(record.run.path)}")
 
     def _record_unreported(self) -> None:
         """Write the values that were kept for a mean over all ranks when a checkpoint was saved."""
@@ -615,7 +617,7 @@ class Session:
                 raise
             finally:
                 self._leave_loop()
-        if context.status == "stopped" and self._stop.is_active:
+        if context.status == "stopped" and self._stop.is_active and not self.is_quiet:
             reason = f": {self._stop.reason}" if self._stop.reason else ""
             announce(f"stopped after {context.step} steps{reason}")
         if context.status in ("completed", "stopped"):

@@ -50,6 +50,8 @@ class RunSettings:
         folder: where modules of the user's own hooks are imported from.
         stopped_code: the exit code of a script whose loop a hook has stopped; 75 is EX_TEMPFAIL
             of sysexits.h.
+        is_temporary: whether the runs are deleted afterwards: they get no report, and nothing says
+            where they are.
     """
 
     hooks: list[Any] = field(default_factory=list[Any])
@@ -62,6 +64,7 @@ class RunSettings:
     strict: bool = False
     folder: str = ""
     stopped_code: int = 75
+    is_temporary: bool = False
 
     @classmethod
     def from_json(cls, text: str) -> RunSettings:
@@ -106,4 +109,5 @@ class RunSettings:
             "hparams": self.hparams,
             "trackers": self.trackers,
             "settings": HookSettings(**self.settings),
+            "report": not self.is_temporary,
         }

@@ -53,6 +53,7 @@ def listen_to_script(text: str) -> ScriptHooks:
         has_default_hooks=not settings.hooks,
         loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
         stopped_code=settings.stopped_code,
+        is_quiet=settings.is_temporary,
     )
 
 
@@ -69,6 +70,7 @@ class ScriptHooks:
         loop_options: further options of `attach`, for bare loops.
         on_attach: called with each session.
         stopped_code: the exit code of a process whose loop a hook has stopped.
+        is_quiet: do not say where runs are written.
     """
 
     def __init__(
@@ -80,10 +82,11 @@ class ScriptHooks:
         loop_options: Mapping[str, Any] | None = None,
         on_attach: Callable[[Session], None] | None = None,
         stopped_code: int = 0,
+        is_quiet: bool = False,
     ) -> None:
         self._loop_options, self._stopped_code = loop_options or {}, stopped_code
         self._options, self._strict, self._on_attach = options, strict, on_attach
-        self._has_default_hooks = has_default_hooks
+        self._has_default_hooks, self._is_quiet = has_default_hooks, is_quiet
         self._loops = LoopWatch(self._attach_to_loop, partial(self._fail, "this loop"))
         # Of bare loops, each with the step in which the newest optimizer was made. They are kept
         # alive: one that was freed with its model could not close its run.
@@ -131,6 +134,7 @@ class ScriptHooks:
             **self._loop_options,
             **self._options(only_possible),
         )
+        session.is_quiet = self._is_quiet
         if not self._strict:
             session.allow_missing()
         session.begin()
@@ -192,6 +196,7 @@ class ScriptHooks:
     ) -> Session:
         options = {**self._options(only_possible), **parts, "allow_missing": not self._strict}
         session = known_trainers.attach_to(trainer, original, options)
+        session.is_quiet = self._is_quiet
         self._trainers[trainer] = weakref.ref(session)
         if not self._strict:
             known_trainers.guard_start(trainer, session, self._report_failure)

@@ -1,4 +1,5 @@
 header();
+findingsSection();
 curvesSection();
 differencesSection();
 gradientSection();

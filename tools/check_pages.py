@@ -1,0 +1,105 @@
+"""The pages of Lint's checks: one for each, from its docstring, and the table of all of them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+
+from hookline.hooks.lint.catalogue import CHECKS
+from hookline.hooks.lint.finding import Check
+
+RULES = {
+    1: "updates take effect",
+    2: "the life of gradients",
+    3: "micro-batches",
+    4: "training and evaluation mode",
+    5: "replicas agree",
+    6: "ties stay ties",
+    7: "data",
+    8: "no leaks",
+    9: "labels",
+    10: "restored state",
+    11: "averages",
+    12: "the record is true",
+    13: "precision and life",
+}
+_SECTION = re.compile(r"^(Bug|Fix|Ignore):\n", re.MULTILINE)
+_TITLES = {"Bug": "The bug", "Fix": "The fix", "Ignore": "When to ignore it"}
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page, by the check's id."""
+    return {check.id: _page(check) for check in CHECKS}
+
+
+def table() -> str:
+    """Return all checks by rule: severity, whether active, and cost."""
+    lines = [
+        "| rule | check | what it finds | severity | kind | cost |",
+        "|---|---|---|---|---|---|",
+    ]
+    for check in sorted(CHECKS, key=lambda one: one.rule):
+        finds = " ".join(check.page().split("\n\n")[0].split())
+        lines.append(
+            f"| {check.rule}: {RULES[check.rule]} | [{check.id}](checks/{check.id}.md) | {finds} | "
+            f"{check.severity} | {_kind(check)} | {_cost(check)} |"
+        )
+    return "\n".join(lines)
+
+
+def navigation() -> str:
+    """Return the pages as entries of the navigation."""
+    return "\n".join(f"          - {name}: checks/{name}.md" for name in sorted(pages()))
+
+
+def _page(check: type[Check]) -> str:
+    text, *sections = _SECTION.split(check.page())
+    lines = [
+        f"# {check.id}",
+        "",
+        "<!-- Written by `make generate` from the check's docstring; edit there. -->",
+        "",
+        text.strip(),
+        "",
+        f"Severity: {check.severity}. Rule {check.rule}: {RULES[check.rule]}. This check is "
+        f"{_kind(check)}; cost: {_cost(check)}. [All checks](../checks.md).",
+    ]
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        lines += ["", f"## {_TITLES[title]}", "", *_body(title, textwrap.dedent(body).strip("\n"))]
+    lines += [*_how_to_ignore(check), ""]
+    return "\n".join(lines)
+
+
+def _body(title: str, text: str) -> list[str]:
+    """Return a section: code as a block, prose as it is."""
+    is_code = _is_python(text) or (title == "Bug" and not text.rstrip().endswith("."))
+    return ["```python", text.rstrip(), "```"] if is_code else [text.rstrip()]
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _how_to_ignore(check: type[Check]) -> list[str]:
+    return ["", f'`hookline.Lint(ignore=["{check.id}"])`, or `hookline lint --ignore {check.id}`.']
+
+
+def _kind(check: type[Check]) -> str:
+    return "active" if check.is_active else "passive"
+
+
+def _cost(check: type[Check]) -> str:
+    """Return what a check does that takes time, as its code says."""
+    own = [one for one in check.__mro__ if issubclass(one, Check) and one is not Check]
+    source = "".join(map(inspect.getsource, own))
+    costs = ["calls the model again, once"] if check.is_active else []
+    costs += ["reads a few numbers"] if "view.read(" in source else []
+    costs += ["sees each module's call"] if "def on_module_call" in source else []
+    costs += ["exchanges values between ranks"] if "compare_ranks(" in source else []
+    return ", ".join(costs) or "only Python objects"
