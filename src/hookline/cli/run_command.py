@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -143,7 +144,7 @@ def _settings(
     fields: dict[str, Any] = {"strict": strict, "folder": str(Path.cwd()), "hooks": []}
     if hook or file is not None:
         with delay_interrupts():
-            import torch  # noqa: F401  # the default hooks need no check, and not these seconds
+            import_module("torch")  # the default hooks need no check, and not these seconds
     if file is not None:
         fields |= _read_file(file, trust or [])
     fields["hooks"] += [parse_hook(text) for text in hook or []]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -128,7 +128,7 @@ def copy_sharing_parameters(model: nn.Module) -> tuple[nn.Module, list[nn.Parame
 
 
 @contextmanager
-def only_compute(call: ModelCall, parameters: list[nn.Parameter]) -> Iterator[None]:
+def only_compute(call: ModelCall, parameters: list[nn.Parameter]) -> Generator[None, None, None]:
     """Compute as in a call, and raise if that would change parameters or reach other processes."""
     try:
         with ExitStack() as contexts:

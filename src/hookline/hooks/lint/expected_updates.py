@@ -39,7 +39,7 @@ def trained_parameters(
 
     Those whose names are in `again` are among them.
     """
-    found = []
+    found: list[tuple[str, Any, Any]] = []
     for i, group in enumerate(optimizer.param_groups):
         for j, parameter in enumerate(group["params"]):
             gradient = parameter.grad
@@ -47,7 +47,7 @@ def trained_parameters(
                 found.append((f"parameter {j} of group {i}", parameter, group))
     stride = -(-len(found) // MAX_LOOKED_AT) or 1
     names = {id(place.tensor): place.name for place in view.parameters}
-    named = [(names.get(id(p), name), p, group) for name, p, group in found]
+    named = [(names.get(id(p)) or name, p, group) for name, p, group in found]
     turn = view.steps_seen % stride
     return [row for i, row in enumerate(named) if i % stride == turn or row[0] in again]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -80,7 +80,7 @@ class RankExchange:
         return None
 
     @contextmanager
-    def _or_never(self) -> Iterator[None]:
+    def _or_never(self) -> Generator[None, None, None]:
         """Exchange nothing any more if the store is gone, as at the end of a program."""
         try:
             yield

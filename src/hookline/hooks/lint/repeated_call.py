@@ -8,7 +8,7 @@ parameter, or talk to other processes, ends the call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -102,7 +102,7 @@ class RepeatableCall:
             return model(*args, **kwargs)
 
     @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _apart(self) -> Generator[None, None, None]:
         """Draw random numbers of a generator that is put back afterwards."""
         devices = {torch.device("cpu"), self.device}
         states = [(device, random_state(device)) for device in devices]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import zlib
 from array import array
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -336,9 +335,9 @@ def _is_data_parallel(model: nn.Module) -> bool:
     """Return whether DDP or FSDP2, over one dimension of ranks, averages the gradients."""
     if isinstance(model, DistributedDataParallel):
         return True
-    sharded: Iterable[Any] = (p for p in model.parameters() if hasattr(p, "device_mesh"))
-    first = next(iter(sharded), None)
-    return first is not None and first.device_mesh.ndim == 1
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in model.parameters())
+    first = next((mesh for mesh in meshes if mesh is not None), None)
+    return first is not None and first.ndim == 1
 
 
 REPLICA_CHECKS = (ReplicasDiffer, BuffersDiffer, SameDataOnRanks)
