@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tools"))
 
-import lint_loops  # noqa: E402
+import linted_loops  # noqa: E402
 
 SEEN = {
     *("on_loader_start", "on_batch_loaded", "on_after_forward", "on_loss_call"),
@@ -22,10 +22,10 @@ SEEN = {
 
 @pytest.fixture(scope="module")
 def linted() -> dict[str, Any]:
-    return {name: lint_loops.LintedLoop(train) for name, train in lint_loops.loops().items()}
+    return {name: linted_loops.LintedLoop(train) for name, train in linted_loops.loops().items()}
 
 
-@pytest.mark.parametrize("name", lint_loops.loops())
+@pytest.mark.parametrize("name", linted_loops.loops())
 def test_a_correct_loop_is_seen_and_has_no_finding(linted: dict[str, Any], name: str) -> None:
     one = linted[name]
     assert one.findings == []
@@ -36,4 +36,4 @@ def test_a_correct_loop_is_seen_and_has_no_finding(linted: dict[str, Any], name:
 
 def test_the_page_says_which_checks_are_made_in_which_loop(linted: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "lint.md").read_text(encoding="utf-8")
-    assert lint_loops.table(linted) in page, "run tools/lint_loops.py"
+    assert linted_loops.table(linted) in page, "run tools/linted_loops.py"

@@ -210,6 +210,7 @@ def built_ins(folder: Path, webhook: str, loop: str = "trainer") -> list[Any]:
         hookline.ConsoleLogHook(),
         hookline.JSONLogHook(path=str(folder / "log.jsonl")),
         hookline.DebugHook(),
+        hookline.Lint(),
         hookline.EMA(decay=0.5),
         hookline.EarlyStopping(monitor="val/loss", patience=5),
         hookline.TimeLimit("10h"),

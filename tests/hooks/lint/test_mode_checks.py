@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from lint_loops import assert_none_failed
 from loops import batches, fit
 from torch import nn
 from torch.nn import functional as F
@@ -41,7 +42,7 @@ def train(model, *, evaluate=None, before=None, steps=6, every=2, parameters=Non
                 wrap(model)
             if evaluate is not None and step % every == every - 1:
                 evaluate(model)
-    assert not lint.left_out, lint.left_out
+    assert_none_failed(lint)
     return lint.findings
 
 
@@ -344,3 +345,45 @@ def test_modes_are_looked_at_in_the_trainer():
     healthy = hookline.Lint()
     fit(healthy, val=batches(2), data=batches(12), validate_every_steps=3)
     assert not healthy.findings
+
+
+# -- dropout-ignores-eval-mode ---------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.layer, self.out, self.asks = nn.Linear(8, 8), nn.Linear(8, 3), asks
+
+    def forward(self, x):
+        q = self.layer(x)[:, None, None]
+        p = 0.3 if self.training or not self.asks else 0.0
+        return self.out(F.scaled_dot_product_attention(q, q, q, dropout_p=p)[:, 0, 0])
+
+
+class Dropping(Attention):
+    def forward(self, x):
+        return self.out(F.dropout(self.layer(x), 0.3, self.training if self.asks else True))
+
+
+@pytest.mark.parametrize("kind", [Attention, Dropping])
+def test_dropout_that_does_not_know_the_mode_is_found(kind):
+    torch.manual_seed(0)
+    (finding,) = train(kind(asks=False))
+    assert (finding.check, finding.step) == ("dropout-ignores-eval-mode", 2)
+    assert train(kind(asks=True)) == []
+
+
+def test_data_that_are_never_trained_on_are_an_evaluation():
+    loader = torch.utils.data.DataLoader(torch.randn(12, 8), batch_size=6)
+
+    def count_hits(model):
+        with torch.no_grad():
+            for x in loader:
+                model(x).argmax(1)
+
+    (finding,) = train(classifier(), evaluate=count_hits)
+    assert finding.check == "dropout-in-evaluation"
+    assert (
+        train(classifier(), evaluate=lambda model: count_hits(model.eval()) or model.train()) == []
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from every_loop import LOOPS
-from lint_loops import Layers, batch, ids, layers, lint, loss_of
+from lint_loops import Layers, assert_none_failed, batch, ids, layers, lint, loss_of
 from loops import batches, make_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -645,7 +645,7 @@ def test_healthy_training_in_every_loop_is_no_finding(name: str, tmp_path: Path)
     hook = hookline.Lint()
     LOOPS[name]([hook], tmp_path)
     assert hook.findings == []
-    assert hook.left_out == {}
+    assert_none_failed(hook)
 
 
 def test_weights_are_the_same_with_lint() -> None:
@@ -660,3 +660,48 @@ def test_weights_are_the_same_with_lint() -> None:
                 optimizer.step()
         results.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -- a module that gets the model's inputs ---------------------------------------------------------
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x), self.two(y)
+
+
+@pytest.mark.parametrize(("is_cut", "has_own_input"), [(True, True), (True, False), (False, True)])
+def test_an_input_that_nothing_is_learned_from_is_found(is_cut: bool, has_own_input: bool) -> None:
+    torch.manual_seed(0)
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        (x, y), (other, _) = batch(number), batch(100 + number)
+        one, two = model(x, other if has_own_input else x)
+        optimizer.zero_grad()
+        F.mse_loss(one * (two.detach() if is_cut else two), y).backward()
+        optimizer.step()
+
+    found = lint(model, optimizer, step_fn=step)
+    is_found = is_cut and has_own_input  # otherwise the module may be unused on purpose
+    assert ids(found) == ["parameter-without-gradient"] * is_found
+    assert [finding.subject for finding in found] == ["two"] * is_found
+
+
+@pytest.mark.parametrize(("dot", "is_found"), [("", True), (".", False)])
+def test_layers_that_a_name_prefix_freezes_are_found(dot: str, is_found: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12)), nn.Linear(8, 4))
+    for name, parameter in model.named_parameters():
+        if name.startswith((f"0{dot}", f"1{dot}")):
+            parameter.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = lint(model, torch.optim.SGD(trained, lr=0.1))
+    assert ids(found) == ["frozen-by-name-prefix"] * is_found
+    if is_found:
+        assert found[0].subject == "10, 11, 12"

@@ -56,7 +56,8 @@ class MeanOfMeans(Check):
 
     def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
         """Keep the losses until backward."""
-        if view.is_due and call.has_gradients and len(self._calls) < 2:
+        is_trained = isinstance(call.result, Tensor) and call.result.requires_grad
+        if view.is_due and is_trained and len(self._calls) < 2:
             self._calls.append(call)
 
     def on_before_backward(self, view: TrainingView, loss: Any) -> None:

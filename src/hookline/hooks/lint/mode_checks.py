@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.leak_checks import difference, is_changed
 from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
+from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.sharded import is_sharded, stored_values
@@ -197,6 +199,17 @@ class DropoutInEvaluation(Check):
         self._trained: list[Any] = []  # inputs of the latest training forward, weakly
         self._trained_labels: tuple[int, ...] = ()
         self._mode_matters = False
+        self._loader: Any = None  # that has delivered the latest batch
+        self._trained_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
+        """Note which loader the next batch is from."""
+        self._loader = loaded.loader
+
+    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+        """Note the loaders of training batches."""
+        if self._loader is not None:
+            self._trained_loaders.add(self._loader)
 
     def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
         """See whether the model gives something else in train mode."""
@@ -224,6 +237,8 @@ class DropoutInEvaluation(Check):
             self._is_left_out = True  # several draws of dropout for one batch
         self._inputs = _weakly(inputs)
         self._outputs = [_Output(_memory(x), x.shape) for x in tensors_in(call.output)]
+        if self._loader is not None and self._loader not in self._trained_loaders:
+            self._labels.append(())  # a batch of data that are never trained on
         if loss is not None and _memory(loss.result) in {each.memory for each in self._outputs}:
             self._note(loss)
 
@@ -265,7 +280,7 @@ class DropoutInEvaluation(Check):
             self.find(
                 view,
                 active or "the model",
-                f"Losses were computed without gradients while the model was in train mode, for "
+                f"The model was evaluated without gradients while it was in train mode, with "
                 f"{len(labels)} batches: dropout or BatchNorm were active.",
                 "Call model.eval() before the evaluation, and model.train() after it.",
             )
@@ -288,6 +303,67 @@ def _are_same(references: list[Any], tensors: list[Any]) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+class DropoutIgnoresMode(Check):
+    """Dropout is active in eval mode.
+
+    `F.dropout` and `F.scaled_dot_product_attention` do not know the mode of the module that calls
+    them: they drop whenever they are told to, so that evaluation is random.
+
+    Bug:
+        F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+
+    Fix:
+        `dropout_p=self.dropout if self.training else 0.0`; `F.dropout(x, p, self.training)`.
+
+    Ignore:
+        When predictions are meant to be random (MC dropout).
+    """
+
+    id = "dropout-ignores-eval-mode"
+    rule = 4
+    is_active = True
+
+    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
+        """Call the model in eval mode, and see whether something is dropped."""
+        seen = _DropoutCalls()
+        with seen:
+            call.run()
+        if seen.names:
+            self.find(
+                view,
+                list(dict.fromkeys(seen.names)),
+                f"In eval mode, {len(seen.names)} calls within a forward of the model dropped "
+                "values.",
+                "Pass the module's mode: dropout_p=self.dropout if self.training else 0.0, or "
+                "F.dropout(x, p, self.training).",
+            )
+
+
+class _DropoutCalls(TorchFunctionMode):
+    """Notes the functions that drop values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            is_active = p > 0
+        else:
+            given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            is_active = (
+                func in _DROPOUTS and given.get("training", True) and given.get("p", 0.5) > 0
+            )
+        if is_active:
+            self.names.append(func.__name__)
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
 
 
 class AveragedWeightsNotRestored(Check):
@@ -407,5 +483,6 @@ MODE_CHECKS = (
     ModeNotRestored,
     TrainingInEvalMode,
     DropoutInEvaluation,
+    DropoutIgnoresMode,
     AveragedWeightsNotRestored,
 )

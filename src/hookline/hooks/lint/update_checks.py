@@ -31,6 +31,7 @@ _MAX_UNTRAINED = 3.0  # the same, where parameters of the same kind are trained
 _TOLERANCE = 0.05  # of an update
 _ROUNDED_AWAY = 0.9  # of all elements
 _IN_A_ROW = 3
+_MANY_IN_A_ROW = 5
 _MAX_CALLS = 2000
 
 
@@ -579,6 +580,7 @@ class _Call(NamedTuple):
     inputs: set[int]  # their memory
     input_sizes: set[int]
     output_sizes: set[int]
+    gets: set[int]  # the memory of all its inputs, integers included
 
 
 class ParameterWithoutGradient(Check):
@@ -587,7 +589,9 @@ class ParameterWithoutGradient(Check):
     The first modules of the forward never get gradients, though an optimizer has them. The first
     one that gets gradients is called with a tensor that has no graph, is as large as the output
     before it, and is no input of the model: because of `detach`, `.data`, `no_grad`, or
-    checkpointing with `use_reentrant=True` of inputs that need no gradients.
+    checkpointing with `use_reentrant=True` of inputs that need no gradients. Or an input of the
+    model is given only to modules that never have gradients, while others have: nothing is learned
+    from it.
 
     Bug:
         features = self.encoder(x).detach()
@@ -611,6 +615,7 @@ class ParameterWithoutGradient(Check):
         self._data: set[int] = set()  # memory of the model's inputs
         self._in_a_row: dict[int, int] = {}
         self._values: dict[int, Tensor] = {}
+        self._unlearned: dict[int, tuple[int, Tensor]] = {}  # by module: steps, and its values
 
     def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
         """Note the calls of modules with parameters, in order."""
@@ -618,13 +623,15 @@ class ParameterWithoutGradient(Check):
             return
         inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.is_floating_point()]
         memory = {key for key in map(_memory, inputs) if key}
+        gets = {key for key in map(_memory, tensors_in((call.args, call.kwargs))) if key}
         if any(call.module is model for model in view.models):
-            self._data |= memory
+            self._data |= gets
         if any(p.requires_grad for p in call.module.parameters(recurse=False)):
             has_graph = any(tensor.requires_grad for tensor in inputs)
             sizes = {tensor.numel() for tensor in tensors_in(call.output)}
             input_sizes = {tensor.numel() for tensor in inputs}
-            self._calls.append(_Call(call.module, has_graph, memory, input_sizes, sizes))
+            found = _Call(call.module, has_graph, memory, input_sizes, sizes, gets)
+            self._calls.append(found)
 
     def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
         """Look for first modules without gradients before one with gradients."""
@@ -632,6 +639,7 @@ class ParameterWithoutGradient(Check):
         if not calls:
             return
         own = {id(p) for p in _parameters_of(optimizer)}
+        self._look_at_entries(view, calls, data, own)
         cut, target = _split_by_gradients(calls)
         is_cut = (
             cut
@@ -652,6 +660,43 @@ class ParameterWithoutGradient(Check):
             same = (values == view.sample(last)).all()
             modules = list(dict.fromkeys(call.module for call in cut))
             view.read([same], self._judge, view, modules, target)
+
+    def _look_at_entries(
+        self, view: TrainingView, calls: list[_Call], data: set[int], own: set[int]
+    ) -> None:
+        """Look for inputs of the model that only modules without gradients get."""
+        learned = [call for call in calls if _has_gradients(call.module)]
+        used = set[int]().union(*(call.gets for call in learned))
+        entries = {call.module for call in calls if call.gets & data - used and not call.has_graph}
+        for module in entries if learned else ():
+            parameters = _trainable(module)
+            is_own = bool(parameters) and all(id(p) in own and p.grad is None for p in parameters)
+            count, values = self._unlearned.get(id(module), (0, None))
+            if not is_own or values is None:
+                fresh = (1, view.sample(parameters[0])) if is_own else (0, None)
+                self._unlearned[id(module)] = fresh
+                continue
+            self._unlearned[id(module)] = (count + 1, values)
+            if count + 1 >= _MANY_IN_A_ROW:
+                same = (values == view.sample(parameters[0])).all()
+                unlearned = [c.module for c in calls if not _has_gradients(c.module)]
+                view.read([same], self._judge_entry, view, module, list(dict.fromkeys(unlearned)))
+
+    def _judge_entry(
+        self, numbers: list[float], view: TrainingView, entry: nn.Module, modules: list[nn.Module]
+    ) -> None:
+        if not numbers[0]:
+            return
+        names = view.module_names
+        self.find(
+            view,
+            [names.get(module, "a module") for module in modules],
+            f"'{names.get(entry)}' is the only module that gets one of the model's inputs, and is "
+            f"in an optimizer, but it had no gradients in {_MANY_IN_A_ROW} steps in a row, while "
+            "others had.",
+            "Remove detach, .data or no_grad behind it. If it is to be frozen, call "
+            "requires_grad_(False).",
+        )
 
     def _judge(
         self, numbers: list[float], view: TrainingView, modules: list[nn.Module], target: _Call
@@ -679,6 +724,10 @@ def _split_by_gradients(calls: list[_Call]) -> tuple[list[_Call], _Call | None]:
     return calls, None
 
 
+def _has_gradients(module: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in _trainable(module))
+
+
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.requires_grad]
 
@@ -687,6 +736,57 @@ def _memory(tensor: Tensor) -> int:
     """Return what identifies a tensor's memory; 0 for tensors of other kinds."""
     is_plain = tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter)
     return tensor.untyped_storage()._cdata if is_plain else 0
+
+
+class FrozenByNamePrefix(Check):
+    """More layers are frozen than were meant, because their names begin alike.
+
+    `name.startswith("layers.1")` is also true for layers 10 to 19. The layers of a list are frozen
+    from the first one on, and those whose numbers begin with the same digits.
+
+    Bug:
+        for name, p in model.named_parameters():
+            if name.startswith("layers.1"):
+                p.requires_grad_(False)
+
+    Fix:
+        Compare with the dot: `name.startswith("layers.1.")`.
+
+    Ignore:
+        When these layers are frozen on purpose.
+    """
+
+    id = "frozen-by-name-prefix"
+    rule = 1
+
+    def on_train_start(self, view: TrainingView) -> None:
+        """Look at the layers of each list."""
+        names = view.module_names
+        for module in view.model.modules():
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 10:
+                frozen = [i for i, layer in enumerate(module) if _is_frozen(layer)]
+                trained = [i for i, layer in enumerate(module) if _is_trained(layer)]
+                first = [i for i in frozen if i < 10]
+                more = [i for i in frozen if i >= 10]
+                expected = [i for i in trained + frozen if i >= 10 and int(str(i)[0]) in first]
+                if trained and more and sorted(expected) == more:
+                    shown = [f"{names[module]}.{i}".lstrip(".") for i in more]
+                    self.find(
+                        view,
+                        shown,
+                        f"Layers {first} of '{names[module]}' are frozen, and so are {more}, whose "
+                        "numbers begin with the same digits.",
+                        "Compare names with the dot behind the number: 'layers.1.'.",
+                    )
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 class FrozenParameterChanges(Check):
@@ -933,6 +1033,7 @@ UPDATE_CHECKS = (
     ParameterDoesNotChange,
     OptimizerStateCountsTooManySteps,
     ParameterWithoutGradient,
+    FrozenByNamePrefix,
     FrozenParameterChanges,
     OptimizerMadeAnew,
     LearningRateZero,
