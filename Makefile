@@ -20,7 +20,7 @@ demo: $(DEMO_INSTALLED) ## train a small GPT with hooks, in half a minute
 	$(BIN)/hookline demo
 
 test: $(INSTALLED) ## run the test suite, on all cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cases, and what make test leaves out
 	$(BIN)/python tests/support/kill_and_resume.py --kills 200

@@ -615,7 +615,9 @@ class ParameterWithoutGradient(Check):
         self._data: set[int] = set()  # memory of the model's inputs
         self._in_a_row: dict[int, int] = {}
         self._values: dict[int, Tensor] = {}
-        self._unlearned: dict[int, tuple[int, Tensor]] = {}  # by module: steps, and its values
+        self._unlearned: dict[
+            int, tuple[int, Tensor | None]
+        ] = {}  # by module: steps, and its values
 
     def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
         """Note the calls of modules with parameters, in order."""
