@@ -26,7 +26,7 @@ soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cas
 	$(BIN)/python tests/support/kill_and_resume.py --kills 200
 	folder=$$(mktemp -d) && $(BIN)/python tests/support/interrupted_sessions.py 300 $$folder; \
 		failed=$$?; rm -r $$folder; exit $$failed
-	$(BIN)/python -m pytest -p soak -q tests
+	$(BIN)/python -m pytest -p soak -q -n $(WORKERS) tests
 
 mutations: $(INSTALLED) ## make known mistakes in copies of the code, and check that tests find each
 	$(BIN)/python tools/mutations.py

@@ -6,7 +6,6 @@ import json
 import math
 import operator
 import pickle
-import statistics
 
 import numpy as np
 import pytest
@@ -106,41 +105,17 @@ def test_a_lazy_number_may_be_computed_by_a_function():
     assert calls == [1]
 
 
-def test_a_lazy_number_has_item_like_a_tensor():
-    assert same(LazyFloat(torch.tensor(0.5)).item(), 0.5)
-
-
 # -- LazyFloat: it behaves like a float ------------------------------------------------------------
 
 floats = st.floats() | st.sampled_from([0.0, -0.0, 1.0, math.nan, math.inf, -math.inf])
-small = st.floats(-50, 50) | st.sampled_from([math.nan, math.inf, -math.inf])
 BINARY = [
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.truediv,
-    operator.floordiv,
-    operator.mod,
-    divmod,
+    *(operator.add, operator.sub, operator.mul, operator.truediv),
+    *(operator.floordiv, operator.mod, divmod, math.copysign),
 ]
 COMPARE = [operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge]
 UNARY = [
-    operator.neg,
-    operator.pos,
-    abs,
-    float,
-    int,
-    bool,
-    round,
-    math.trunc,
-    math.floor,
-    math.ceil,
-    math.isnan,
-    math.exp,
-    math.sqrt,
-    complex,
-    repr,
-    str,
+    *(operator.neg, operator.pos, abs, float, int, bool, round, complex, repr, str),
+    *(math.trunc, math.floor, math.ceil, math.isnan, math.exp, math.sqrt),
     lambda x: round(x, 2),
     lambda x: f"{x}",
     lambda x: f"{x:.3e}",
@@ -159,19 +134,6 @@ def test_a_lazy_number_computes_and_compares_like_its_float(a, b, function):
     assert same(outcome(function, LazyFloat(Number(a)), b), expected)
     assert same(outcome(function, a, LazyFloat(Number(b))), expected)
     assert same(outcome(function, LazyFloat(Number(a)), LazyFloat(Number(b))), expected)
-
-
-@given(small, small)
-def test_a_lazy_number_takes_powers_like_its_float(a, b):
-    expected = outcome(pow, a, b)
-    assert same(outcome(pow, LazyFloat(a), b), expected)
-    assert same(outcome(pow, a, LazyFloat(b)), expected)
-
-
-@given(floats, st.integers() | st.booleans(), st.sampled_from(BINARY + COMPARE))
-def test_a_lazy_number_mixes_with_integers_like_its_float(a, b, function):
-    assert same(outcome(function, LazyFloat(a), b), outcome(function, a, b))
-    assert same(outcome(function, b, LazyFloat(a)), outcome(function, b, a))
 
 
 @given(floats, st.sampled_from(UNARY))
@@ -201,17 +163,6 @@ def test_a_lazy_number_has_what_a_float_has(name):
     assert same(got() if callable(got) else got, expected() if callable(expected) else expected)
 
 
-def test_lazy_numbers_have_a_mean():
-    assert statistics.mean([LazyFloat(1.0), LazyFloat(2.0)]) == 1.5
-    assert statistics.fmean([LazyFloat(1.0), LazyFloat(2.0)]) == 1.5
-
-
-def test_lazy_numbers_sort_and_have_a_minimum():
-    lazies = [LazyFloat(3.0), LazyFloat(1.0), LazyFloat(2.0)]
-    assert sorted(lazies) == [1.0, 2.0, 3.0]
-    assert (min(lazies), max(lazies)) == (1.0, 3.0)
-
-
 def test_a_lazy_number_is_not_equal_to_something_else():
     assert LazyFloat(1.0) != "1.0"
     assert (LazyFloat(1.0) == None) is False  # noqa: E711
@@ -236,13 +187,6 @@ def test_numpy_takes_a_lazy_number_as_a_float():
 @pytest.mark.parametrize("make", [np.array, torch.tensor])
 def test_a_lazy_number_compares_with_an_array_element_by_element(function, make):
     values = make([1.0, 1.5, 2.0])
-    assert function(LazyFloat(1.5), values).tolist() == function(1.5, values).tolist()
-    assert function(values, LazyFloat(1.5)).tolist() == function(values, 1.5).tolist()
-
-
-@pytest.mark.parametrize("function", BINARY[:6])
-def test_a_lazy_number_computes_with_tensors(function):
-    values = torch.tensor([1.0, 2.0])
     assert function(LazyFloat(1.5), values).tolist() == function(1.5, values).tolist()
     assert function(values, LazyFloat(1.5)).tolist() == function(values, 1.5).tolist()
 
@@ -302,20 +246,15 @@ READINGS = {
     "values": lambda m: dict(zip(m.keys(), m.values(), strict=True)),
     "dict": dict,
     "unpacking": lambda m: {**m},
-    "a call": lambda m: dict(**m),
     "copy": lambda m: m.copy(),
-    "copy.copy": copy.copy,
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda m: pickle.loads(pickle.dumps(m)),
     "or": lambda m: m | {},
     "or from the right": lambda m: {} | m,
     "update": updated,
     "json": lambda m: json.loads(json.dumps(m)),
-    "json, indented": lambda m: json.loads(json.dumps(m, indent=2)),
-    "json of a copy": lambda m: json.loads(json.dumps(m.copy())),
     "json inside": lambda m: json.loads(json.dumps({"metrics": m}))["metrics"],
     "pop": lambda m: {key: m.pop(key) for key in list(m)},
-    "pop with a default": lambda m: {key: m.pop(key, None) for key in list(m)},
     "popitem": lambda m: dict(reversed([m.popitem() for _ in range(len(m))])),
     "setdefault": lambda m: {key: m.setdefault(key, 0) for key in list(m)},
 }
@@ -328,14 +267,6 @@ def test_all_access_to_metrics_gives_plain_numbers_read_once(how, metrics, numbe
     assert dict(seen) == PLAIN
     assert metrics.get("loss", 0.5) == 0.5
     assert number.reads == 1
-
-
-def test_a_tensor_among_the_metrics_is_read_once(tensor):
-    metrics = Metrics(loss=tensor)
-    assert "loss" in metrics
-    assert CountingTensor.reads == 0
-    assert metrics["loss"] + metrics["loss"] == sum(metrics.values()) * 2 == 1.0
-    assert CountingTensor.reads == 1
 
 
 def test_metrics_are_formatted_with_plain_numbers(metrics):
@@ -366,21 +297,11 @@ def test_metrics_can_be_changed_like_a_dictionary(metrics):
     assert metrics.get("nothing", 3) == 3
 
 
-def test_a_value_set_by_one_hook_is_seen_by_the_next(metrics):
-    metrics["score"] = torch.tensor(0.25)
-    assert same(metrics["score"], 0.25)
-
-
 def test_a_value_that_is_not_a_number_is_unchanged():
     weights = torch.ones(3)
     metrics = Metrics(weights=weights, note="text", nothing=None)
     assert metrics["weights"] is weights
     assert (metrics["note"], metrics["nothing"]) == ("text", None)
-
-
-def test_metrics_that_are_missing_are_a_key_error(metrics):
-    with pytest.raises(KeyError, match="other"):
-        metrics["other"]
 
 
 def test_a_key_of_another_type_is_a_key_error_too(metrics):
@@ -424,18 +345,6 @@ def test_a_value_set_under_eval_is_found_under_val():
     assert metrics["val/f1"] == 0.9
 
 
-def test_setdefault_under_the_other_name_finds_the_value():
-    metrics = Metrics({"val/loss": 1.0})
-    assert metrics.setdefault("eval/loss", 99.0) == 1.0
-    assert metrics["eval/loss"] == metrics["val/loss"] == 1.0
-
-
-def test_pop_under_the_other_name_takes_the_value():
-    metrics = Metrics({"val/loss": 1.0})
-    assert metrics.pop("eval/loss") == 1.0
-    assert "val/loss" not in metrics
-
-
 def test_perplexity_is_derived_from_the_loss(number):
     metrics = Metrics({"val/loss": LazyFloat(number)})
     assert "eval/perplexity" in metrics
@@ -443,25 +352,9 @@ def test_perplexity_is_derived_from_the_loss(number):
     assert metrics["eval/perplexity"] == metrics.get("eval/perplexity") == math.exp(0.5)
 
 
-def test_there_is_no_perplexity_without_a_loss():
-    assert "eval/perplexity" not in Metrics({"val/f1": 0.9})
-    with pytest.raises(KeyError):
-        Metrics()["eval/perplexity"]
-
-
 def test_the_perplexity_of_a_huge_loss_is_infinite():
     assert Metrics({"val/loss": 1e6})["eval/perplexity"] == math.inf
     assert Metrics({"val/loss": math.inf})["eval/perplexity"] == math.inf
-
-
-def test_the_perplexity_of_a_loss_that_is_not_a_number_is_not_a_number_either():
-    assert math.isnan(Metrics({"val/loss": math.nan})["eval/perplexity"])
-
-
-def test_membership_and_value_of_a_perplexity_agree():
-    metrics = Metrics({"val/perplexity": 7.0})
-    assert ("eval/perplexity" in metrics) == (metrics.get("eval/perplexity") is not None)
-    assert metrics["eval/perplexity"] == metrics.get("eval/perplexity") == 7.0
 
 
 # -- State -----------------------------------------------------------------------------------------
@@ -485,11 +378,6 @@ def test_the_error_for_a_key_that_the_loop_does_not_provide_says_what_to_call():
         state["avg_loss"]
 
 
-def test_a_key_that_no_state_has_is_a_key_error():
-    with pytest.raises(KeyError, match="nonsense"):
-        State({}, {"avg_loss": "…"})["nonsense"]
-
-
 def test_a_pickled_or_copied_state_has_the_same_error_for_absent_keys():
     state = State({"status": "training"}, {"avg_loss": "Call session.backward(loss)."})
     for again in (pickle.loads(pickle.dumps(state)), copy.copy(state), copy.deepcopy(state)):
@@ -505,16 +393,8 @@ SEVEN = ["step", "loss", "grad_norm", "lr", "tokens_seen", "model", "optimizer"]
 
 
 def context(**changes):
-    given = {
-        "step": 3,
-        "loss": 0.5,
-        "grad_norm": 2.0,
-        "lr": 0.1,
-        "tokens_seen": 96,
-        "model": None,
-        "optimizer": None,
-    }
-    return StepContext(**{**given, **changes})
+    values = dict(zip(SEVEN, (3, 0.5, 2.0, 0.1, 96, None, None), strict=True))
+    return StepContext(**{**values, **changes})
 
 
 def test_a_step_context_is_created_with_seven_fields_in_this_order():
@@ -524,11 +404,6 @@ def test_a_step_context_is_created_with_seven_fields_in_this_order():
     assert ctx.model is model
     assert ctx.optimizer is optimizer
     assert ctx.skipped is False
-
-
-def test_the_seven_fields_are_required():
-    with pytest.raises(TypeError, match="optimizer"):
-        StepContext(3, 0.5, 2.0, 0.1, 96, None)
 
 
 def test_a_step_context_is_a_dataclass():

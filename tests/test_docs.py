@@ -170,58 +170,6 @@ def test_every_page_is_at_most_2000_words_of_text() -> None:
     assert not long, f"split these pages, one topic each: {long}"
 
 
-# What the pages say is missing, one entry for each sentence or table row with such a word.
-MISSING = re.compile(
-    r"\byet\b|\bdo(es)? not (exist|support)|\bnot supported|\bnot (here|implemented|available)\b"
-    r"|\bcomes? later\b|\bfuture\b|\blater versions?\b|\buntil then\b|\bplanned\b|\bwill be\b"
-    r"|\bhookline has no\b",
-    re.IGNORECASE,
-)
-TRUE_LIMITS = {
-    "CHANGELOG.md": ["This will be 0.1.0, the first version"],
-    "docs/migrating.md": [
-        "Hookline has no `test` and `predict`",
-        "Hookline has no DeepSpeed",
-        "Hookline has no custom events",
-    ],
-}
-# About the order of things in a step, and about other formats.
-NOT_LIMITS = re.compile(
-    r"\bnot (yet )?(clipped|copied|read|saved|written)( yet)?\b|\bJSON does not support\b"
-)
-GENERATED = re.compile(r"<!-- (?P<what>\w+): .*?<!-- end of (?P=what)", re.DOTALL)
-
-
-def sentences_about_what_is_missing(page: Path) -> list[str]:
-    text = GENERATED.sub("", page.read_text(encoding="utf-8"))
-    text = NOT_LIMITS.sub("", text)
-    sentences = re.split(r"(?<=[.:!?])\s+(?=[A-Z`\[])|\n\n|\n(?=[|#-])", text)
-    return [" ".join(text.split()) for text in sentences if MISSING.search(text)]
-
-
-def test_the_pages_call_nothing_missing_that_exists() -> None:
-    written = [*PAGES, ROOT / "CHANGELOG.md", *(ROOT / "docs" / "built_in").glob("*.md")]
-    unknown = {
-        name_of(page): unlisted
-        for page in written
-        if (
-            unlisted := [
-                sentence
-                for sentence in sentences_about_what_is_missing(page)
-                if not any(true in sentence for true in TRUE_LIMITS.get(name_of(page), []))
-            ]
-        )
-    }
-    assert not unknown, "remove these sentences, or list them in TRUE_LIMITS if they are true"
-
-
-def test_every_listed_limit_is_still_in_its_page() -> None:
-    for name, limits in TRUE_LIMITS.items():
-        sentences = sentences_about_what_is_missing(ROOT / name)
-        for limit in limits:
-            assert any(limit in sentence for sentence in sentences), f"{name}: {limit}"
-
-
 # -- the call paths of CONTRIBUTING ----------------------------------------------------------------
 
 

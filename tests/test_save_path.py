@@ -47,7 +47,7 @@ LEAVES = {
     # The states of single objects, which a checkpoint has:
     *("dispatch/manager.py", "dispatch/entry.py", "loop/means.py", "loop/random_state.py"),
     *("trainer/strategies/single_process.py", "trainer/data_stream.py"),
-    *("loop/record.py", "loop/rank_sync.py", "loop/pending_gradients.py"),
+    *("loop/record.py", "loop/rank_sync.py"),
     # Whether a hook calls, and whether gradients wait for their optimizer:
     *("dispatch/calling_hook.py", "integrations/bare_loop/step_watch.py"),
     # The hook that waits for the next call of a bare loop's model:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import textwrap
 
 from hookline.hooks.lint.catalogue import CHECKS
@@ -25,7 +24,6 @@ RULES = {
     12: "the record is true",
     13: "precision and life",
 }
-_SECTION = re.compile(r"^(Bug|Fix|Ignore):\n", re.MULTILINE)
 _TITLES = {"Bug": "The bug", "Fix": "The fix", "Ignore": "When to ignore it"}
 
 
@@ -35,17 +33,17 @@ def pages() -> dict[str, str]:
 
 
 def table() -> str:
-    """Return all checks by rule: severity, whether active, and cost."""
-    lines = [
-        "| rule | check | what it finds | severity | kind | cost |",
-        "|---|---|---|---|---|---|",
-    ]
-    for check in sorted(CHECKS, key=lambda one: one.rule):
-        finds = " ".join(check.page().split("\n\n")[0].split())
-        lines.append(
-            f"| {check.rule}: {RULES[check.rule]} | [{check.id}](checks/{check.id}.md) | {finds} | "
-            f"{check.severity} | {_kind(check)} | {_cost(check)} |"
-        )
+    """Return a table of the checks of each rule: severity, and the cost of active ones."""
+    lines: list[str] = []
+    for rule, name in RULES.items():
+        lines += [f"## {rule}: {name}", "", "| check | finds | severity | kind |"]
+        lines += ["|---|---|---|---|"]
+        for check in (one for one in CHECKS if one.rule == rule):
+            finds = " ".join(check.page().split("\n\n")[0].split())
+            kind = f"active: {_cost(check)}" if check.is_active else "passive"
+            row = f"| [{check.id}](checks/{check.id}.md) | {finds} | {check.severity} | {kind} |"
+            lines.append(row)
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -55,19 +53,20 @@ def navigation() -> str:
 
 
 def _page(check: type[Check]) -> str:
-    text, *sections = _SECTION.split(check.page())
+    sections = check.sections()
     lines = [
         f"# {check.id}",
         "",
         "<!-- Written by `make generate` from the check's docstring; edit there. -->",
         "",
-        text.strip(),
+        sections.pop("").strip(),
         "",
         f"Severity: {check.severity}. Rule {check.rule}: {RULES[check.rule]}. This check is "
         f"{_kind(check)}; cost: {_cost(check)}. [All checks](../checks.md).",
     ]
-    for title, body in zip(sections[::2], sections[1::2], strict=True):
-        lines += ["", f"## {_TITLES[title]}", "", *_body(title, textwrap.dedent(body).strip("\n"))]
+    for title, body in sections.items():
+        text = textwrap.dedent(body) if title == "Bug" else " ".join(body.split())
+        lines += ["", f"## {_TITLES[title]}", "", *_body(title, text.strip("\n"))]
     lines += [*_how_to_ignore(check), ""]
     return "\n".join(lines)
 
@@ -99,7 +98,7 @@ def _cost(check: type[Check]) -> str:
     own = [one for one in check.__mro__ if issubclass(one, Check) and one is not Check]
     source = "".join(map(inspect.getsource, own))
     costs = ["calls the model again, once"] if check.is_active else []
-    costs += ["reads a few numbers"] if "view.read(" in source else []
+    costs += ["reads a few numbers"] if "self.read(" in source else []
     costs += ["sees each module's call"] if "def on_module_call" in source else []
     costs += ["exchanges values between ranks"] if "compare_ranks(" in source else []
     return ", ".join(costs) or "only Python objects"

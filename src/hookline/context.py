@@ -246,14 +246,31 @@ class Metrics(LazyDict):
     `eval/perplexity` is derived from `val/loss`. Hooks may add values; later hooks see them.
     """
 
+    _prefix, _other_prefix = "val/", "eval/"
+    _origin: MutableMapping[str, Any] | None = None
+    """The metrics that these are a view of, with other names; changes reach them, too."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.update(*args, **kwargs)
 
-    @staticmethod
-    def _name(key: Any) -> Any:
+    @classmethod
+    def for_eval(cls, metrics: Metrics) -> Metrics:
+        """Return the metrics of `on_eval_end`: the same, named `eval/…`."""
+        view = cls()
+        view._prefix, view._other_prefix = "eval/", "val/"
+        for key, value in dict.items(metrics):
+            dict.__setitem__(view, view._name(key), value)
+        if "val/perplexity" in metrics and not dict.__contains__(view, "eval/perplexity"):
+            perplexity = LazyFloat(lambda: metrics["val/perplexity"])
+            dict.__setitem__(view, "eval/perplexity", perplexity)
+        view._origin = metrics
+        return view
+
+    def _name(self, key: Any) -> Any:
         """Return the name under which a metric is stored."""
-        return "val/" + key[5:] if isinstance(key, str) and key.startswith("eval/") else key
+        is_other = isinstance(key, str) and key.startswith(self._other_prefix)
+        return self._prefix + key.removeprefix(self._other_prefix) if is_other else key
 
     def __getitem__(self, key: str) -> Any:
         if not isinstance(key, str):
@@ -281,65 +298,42 @@ class Metrics(LazyDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(self._name(key), value)
+        if self._origin is not None:
+            self._origin[key] = value
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(self._name(key))
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        return super().setdefault(self._name(key), default)
-
-    def pop(self, key: str, *default: Any) -> Any:
-        return super().pop(self._name(key), *default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        try:
-            given = dict(*args, **kwargs)
-        except Exception as error:
-            raise ArgumentError(
-                f"Metrics are made from a mapping of names to numbers, not from "
-                f"{', '.join(map(describe_value, args))} ({type(error).__name__}: "
-                f"{show_value(str(error))})."
-            ) from error
-        for key, value in given.items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> Self:  # type: ignore[override]
-        self.update(other)
-        return self
-
-
-class EvalMetrics(Metrics):
-    """The metrics of `on_eval_end`, named `eval/…`; changes reach the event's metrics, too."""
-
-    def __init__(self, metrics: MutableMapping[str, Any]) -> None:
-        super().__init__()
-        self._metrics = metrics
-        for key, value in dict.items(cast("dict[str, Any]", metrics)):
-            dict.__setitem__(self, self._name(key), value)
-        if "val/perplexity" in metrics and "eval/perplexity" not in self.keys():
-            perplexity = LazyFloat(lambda: metrics["val/perplexity"])
-            dict.__setitem__(self, "eval/perplexity", perplexity)
-
-    @staticmethod
-    def _name(key: Any) -> Any:
-        return "eval/" + key[4:] if isinstance(key, str) and key.startswith("val/") else key
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._metrics[key] = value
+        if self._origin is not None:
+            self._origin.pop(key, None)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
 
-    def __delitem__(self, key: str) -> None:
-        super().__delitem__(key)
-        self._metrics.pop(key, None)
-
     def pop(self, key: str, *default: Any) -> Any:
-        self._metrics.pop(key, None)
-        return super().pop(key, *default)
+        if self._origin is not None:
+            self._origin.pop(key, None)
+        return super().pop(self._name(key), *default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            new = dict(*args, **kwargs)
+        except Exception as error:
+            raise ArgumentError(
+                f"Metrics are made from a mapping of names to numbers, not from "
+                f"{', '.join(map(describe_value, args))} ({type(error).__name__}: "
+                f"{show_value(str(error))})."
+            ) from error
+        for key, value in new.items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override]
+        self.update(other)
+        return self
+
+    def __reduce__(self) -> Any:  # a view keeps its names
+        return type(self) if self._origin is None else dict, (self._read_all(),)
 
 
 class State(LazyDict):

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from hookline.printable import MessageLines, printable, printable_message, quote_lines
+from hookline.printable import MessageLines, printable_message, quote_lines
 
 _MAX_NAMES = 30
 _MAX_NAME = 100  # characters
@@ -152,12 +152,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return " Did you mean …?" with the most similar known word, or "" if none is similar."""
     short = [name for name in known if len(name) <= _MAX_NAME]  # comparing long ones is slow
     close = get_close_matches(word, short, n=1, cutoff=0.6) if len(word) <= _MAX_NAME else []
-    return f" Did you mean '{printable(close[0])}'?" if close else ""
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 def listed(names: Iterable[str], most: int = _MAX_NAMES) -> str:
     """Return names for a message: quoted and separated by commas, or "none"."""
     every = list(names)
-    shown = [f"'{printable(name, _MAX_NAME)}'" for name in every[:most]]
+    shown = [f"'{name:.{_MAX_NAME}}'" for name in map(str, every[:most])]
     more = len(every) - len(shown)
     return (", ".join(shown) or "none") + (f" and {more} more" if more else "")

@@ -14,27 +14,28 @@ from typing import Any, Self
 
 
 class HeldInterrupts:
-    """While the block runs, Ctrl-C (SIGINT) waits for its end. A second one acts at once.
+    """While the block runs, Ctrl-C or another signal waits for its end. A second one acts at once.
 
         with HeldInterrupts():
             self.handle = module.register_forward_hook(hook)
             with AllowedInterrupts():
                 hook.on_train_start()  # of a user, and may take long
 
-    Blocks may be nested. Where SIGINT is ignored or handled outside of Python, and outside of the
-    main thread, nothing happens.
+    Blocks may be nested. Where the signal is ignored or handled outside of Python, and outside of
+    the main thread, nothing happens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = signal.SIGINT) -> None:
         self.is_holding = True
+        self._number = number
         self._previous: Any = None  # the handler; None if it was not replaced
         self._has_received = self._has_ended = False
 
     def __enter__(self) -> Self:
-        previous = signal.getsignal(signal.SIGINT) if is_main_thread() else None
-        if callable(previous):
+        previous = signal.getsignal(self._number) if is_main_thread() else None
+        if previous not in (None, signal.SIG_IGN):
             self._previous = previous
-            signal.signal(signal.SIGINT, self._receive)
+            signal.signal(self._number, self._receive)
         return self
 
     def __exit__(
@@ -45,9 +46,9 @@ class HeldInterrupts:
     ) -> None:
         if self._previous is None:
             return
-        self._previous = find_active_handler(signal.SIGINT, self._previous)
-        if signal.getsignal(signal.SIGINT) == self._receive:  # else somebody has replaced it
-            signal.signal(signal.SIGINT, self._previous)
+        self._previous = find_active_handler(self._number, self._previous)
+        if signal.getsignal(self._number) == self._receive:  # else somebody has replaced it
+            signal.signal(self._number, self._previous)
         self.is_holding, self._has_ended = False, True
         self.deliver()
 
@@ -55,13 +56,21 @@ class HeldInterrupts:
         if self.is_holding and not self._has_received:
             self._has_received = True
         else:
-            self._previous(number, frame)
+            self._act(frame)
+
+    def _act(self, frame: FrameType | None) -> None:
+        """Do what the signal does outside of the block."""
+        if callable(self._previous):
+            self._previous(self._number, frame)
+        else:
+            signal.signal(self._number, self._previous)
+            signal.raise_signal(self._number)
 
     def deliver(self) -> None:
-        """Do now what a Ctrl-C does that has been waiting, if there is one."""
+        """Do now what a signal does that has been waiting, if there is one."""
         if self._has_received:
             self._has_received = False
-            self._previous(signal.SIGINT, None)
+            self._act(None)
 
     def handler_before(self, number: int) -> Any:
         """Return the handler that this one has replaced; None while the block runs."""

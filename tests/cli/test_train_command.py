@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -108,20 +106,6 @@ def test_a_killed_run_is_resumed_too_and_in_any_place_of_the_line(project: Path)
     assert "There is no run '2020'" in unknown.stderr
 
 
-def test_a_model_that_does_not_fit_the_checkpoint_is_told(
-    project: Path,
-) -> None:
-    assert run_hookline("train", "train.yaml", cwd=project).returncode == 0
-    (path,) = runs_in(project)
-    other = [f"--resume={path.name}", "model.init_args.width=6", "trainer.max_epochs=3"]
-    done = run_hookline("train", "train.yaml", *other, cwd=project)
-    assert done.returncode == 1
-    first, *lines = done.stderr.splitlines()
-    assert first.startswith(f"hookline: The checkpoint runs/{path.name}/checkpoints/step_000002 ")
-    assert "does not fit this trainer and its Net. Nothing was changed. Resume with" in first
-    assert "  'first.weight' is (3, 8) in the checkpoint and (6, 8) here" in lines
-
-
 def test_a_run_without_a_checkpoint_is_told_when_there_is_nothing_to_resume(project: Path) -> None:
     hooks = "hooks=[{name: early_stopping, monitor: val/los}]"
     assert run_hookline("train", "train.yaml", hooks, cwd=project).returncode == 1
@@ -163,7 +147,8 @@ def test_train_from_python(project: Path) -> None:
 
 
 def test_check_shows_what_would_be_trained_and_trains_nothing(project: Path) -> None:
-    done = run_hookline("check", "train.yaml", cwd=project)
+    before = sorted(project.iterdir())
+    done = run_hookline("check", "train.yaml", PYTHONDONTWRITEBYTECODE="1", cwd=project)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:-1])
     assert lines["model"] == "Net, 43 parameters"
@@ -173,7 +158,7 @@ def test_check_shows_what_would_be_trained_and_trains_nothing(project: Path) -> 
     assert lines["hooks"].startswith("saves, early_stopping (disabled)")
     assert lines["length"] == "2 epochs"
     assert done.stdout.splitlines()[-1] == "OK"
-    assert runs_in(project) == []
+    assert sorted(project.iterdir()) == before
 
 
 def test_check_answers_programs(project: Path) -> None:
@@ -235,7 +220,7 @@ def test_check_finds_silent_bugs_that_a_batch_shows(project: Path) -> None:
     done = run_hookline("check", "train.yaml", NOISY_DATA, cwd=project)
     assert done.returncode == 1
     assert "Lint: error workers-share-random-numbers at step 1: DataLoader of Noisy" in done.stderr
-    assert "    Fix: Give each worker its own generator" in done.stderr
+    assert "    Fix: Make the generator in each worker" in done.stderr
     assert "findings   1\n" in done.stdout
     assert "OK" not in done.stdout.splitlines()
     said = json.loads(run_hookline("check", "train.yaml", NOISY_DATA, "--json", cwd=project).stdout)
@@ -275,13 +260,6 @@ def test_check_accepts_metrics_that_are_there_or_need_not_be(project: Path, hook
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_check_leaves_metrics_alone_that_a_hook_may_add(project: Path) -> None:
-    added = "\nclass Adds(hookline.Hook):\n    def on_validation_end(self, metrics): pass\n"
-    (project / "net.py").write_text(PROJECT + added)
-    done = run_hookline("check", "train.yaml", "hooks.0=net.Adds", HOOK, cwd=project)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_check_knows_that_a_step_of_ones_own_may_give_a_metric_later(project: Path) -> None:
     own = """
 def step(model, batch):
@@ -303,33 +281,6 @@ def test_with_debug_a_mistake_that_ends_training_has_its_traceback(project: Path
     assert done.stderr.splitlines()[-1].startswith("hookline: The hook 'early_stopping' failed")
 
 
-def test_a_folder_of_runs_that_leads_nowhere_or_has_no_possible_name_is_bad_input(
-    project: Path,
-) -> None:
-    (project / "link").symlink_to(project / "nowhere")
-    for folder in ("link", "x" * 300):
-        done = run_hookline("check", "train.yaml", f"trainer.runs={folder}", cwd=project)
-        assert done.returncode == 2
-        assert f"'{folder}' cannot be written" in done.stderr
-
-
-@pytest.mark.parametrize(("option", "shown"), [("-u", "shown\n"), ("-B", "")])
-def test_what_is_not_buffered_stays_so(option: str, shown: str) -> None:
-    code = (
-        "import os; from hookline.cli.text_output import prepare_streams; prepare_streams();"
-        "print('shown'); os._exit(0)"
-    )
-    environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONUNBUFFERED"}
-    done = subprocess.run(
-        [sys.executable, option, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment,
-    )
-    assert done.stdout == shown
-
-
 def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceback(
     project: Path,
 ) -> None:
@@ -340,25 +291,8 @@ def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceba
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train"], "Missing argument"),
-        (["train", "train.yaml", "epochs"], "'epochs' is not a valid override. Expected"),
-        (["train", "train.yaml", "trainer.max_epochs="], "write trainer.max_epochs=null"),
-        (["check", "net.py"], "net.py:make_trainer"),
-        (["schema", "--out", "no/such/folder"], "'no/such/folder' cannot be written"),
-    ],
-)
-def test_bad_input_is_one_line(project: Path, arguments: list[str], said: str) -> None:
-    done = run_hookline(*arguments, cwd=project)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("command", ["check", "train"])
-@pytest.mark.parametrize("runs", ["/proc/nope", "net.py", "net.py/runs"])
+@pytest.mark.parametrize("runs", ["net.py/runs", "x" * 300])
 def test_a_folder_that_runs_cannot_be_written_to_is_bad_input(
     project: Path, command: str, runs: str
 ) -> None:
@@ -368,49 +302,9 @@ def test_a_folder_that_runs_cannot_be_written_to_is_bad_input(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_check_makes_no_folder(project: Path) -> None:
-    before = sorted(project.iterdir())
-    done = run_hookline(
-        "check", "train.yaml", "trainer.runs=deep/er", PYTHONDONTWRITEBYTECODE="1", cwd=project
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(project.iterdir()) == before
-
-
 def test_the_schema_is_printed_or_written(project: Path) -> None:
     printed = run_hookline("schema", cwd=project)
     assert json.loads(printed.stdout)["title"] == "Hookline config file"
     written = run_hookline("schema", "--out", "train.schema.json", cwd=project)
     assert written.stdout == "train.schema.json\n"
     assert (project / "train.schema.json").read_text() == printed.stdout
-
-
-def test_help_teaches_with_examples_and_does_not_import_torch() -> None:
-    script = (
-        "import sys, hookline.cli.app as app\n"
-        "for name in ('train', 'check', 'schema'):\n"
-        "    sys.argv = ['hookline', name, '--help']\n"
-        "    try: app.main()\n"
-        "    except SystemExit as end: assert not end.code, end.code\n"
-        "assert not {'torch', 'yaml'} & set(sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "hookline train train.yaml --resume" in done.stdout
-    assert "hookline check train.yaml" in done.stdout
-    assert "hookline train [OPTIONS] CONFIG [KEY=VALUE]..." in done.stdout
-    assert not re.search(r"--\w+.*<bool>", done.stdout)  # as if a value had to follow
-    assert set(re.findall(r"--[a-z]+", done.stdout)) == {
-        *("--from", "--resume", "--trust", "--help", "--json", "--out")
-    }
-
-
-def test_check_finds_a_hook_whose_metric_nothing_measures(project: Path) -> None:
-    hook = "hooks.1={name: early_stopping}"
-    done = run_hookline(
-        "check", "train.yaml", hook, "trainer.validate_every_epochs=null", cwd=project
-    )
-    assert done.returncode == 1
-    assert "needs the metric 'val/loss', which is not measured" in done.stderr

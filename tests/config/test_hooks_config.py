@@ -189,22 +189,6 @@ def test_every_built_in_explains_its_purpose_its_options_and_its_cost(name):
     assert getattr(hookline, kind.__name__) is kind
 
 
-def test_built_ins_get_the_names_they_are_listed_under():
-    needs = {
-        "notification": {"webhook_url": "http://127.0.0.1:9"},
-        "upload": {"destination": "/nowhere"},
-        "time_limit": {"limit": 60},
-        "scale": {"factor": 0.5},
-        "mask": {"patterns": ["first"]},
-        "clip_norm": {"max_norm": 1.0},
-        "clip_value": {"max_value": 1.0},
-    }
-    manager = hookline.HookManager()
-    for name in BUILT_INS:
-        manager.add_hook(load_hook_class(name)(**needs.get(name, {})))
-    assert sorted(manager.list_hooks()) == sorted(BUILT_INS)
-
-
 def test_a_trainer_config_passes_them_on(tmp_path):
     hooks = {"enable_lr_monitor": True, "settings": {"max_failures": 1}}
     trainer = Trainer({"hooks": hooks, "runs": tmp_path, "progress": "off"}, *make())

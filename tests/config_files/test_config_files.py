@@ -12,19 +12,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import hookline
 from hookline.config_files import FileError, load_training, training_schema
 from hookline.config_files.dry_run import dry_run
-from hookline.config_files.loading import is_python_function, load_python
+from hookline.config_files.loading import load_python
 from hookline.config_files.merging import merge_files, parse_override
-from hookline.config_files.references import resolve_references
 from hookline.config_files.resuming import NEWEST, find_resume
 from hookline.config_files.sections import HookConfig, ObjectConfig, TrainingConfig
-from hookline.config_files.tree import ConfigTree
-from hookline.runs.jsonable import config_hash
 
 PROJECT = """
 import torch
@@ -192,13 +187,8 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a: &a [*a]", ["nested more than 40"]),
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
         ("a.yaml", "a: \x00", ["Not valid YAML"]),
-        ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "Indent with spaces"]),
-        ("a.yaml", "a\n  b: 1", ["a.yaml:1:", "no colon in 'a'; expected `a: …`"]),
-        ("a.yaml", "a:\n  b 1\n  c: 2", ["a.yaml:2:", "no colon in 'b 1'; expected `b: …`"]),
-        ("a.yaml", "a:\n  b: 1\n  c 2\nd: 3", ["a.yaml:3:", "no colon in 'c 2'"]),
-        ("a.yaml", "seed 0\n\n# more\na: 1", ["a.yaml:1:", "no colon in 'seed 0'"]),
-        ("a.yaml", "a:\n- lr\n  x: 1", ["a.yaml:2:", "no colon in '- lr'; expected `- name: lr`"]),
-        ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "indented more than"]),
+        ("a.yaml", "a:\n\tb: 1", ["a.yaml:2:", "Not valid YAML", "'\\t'"]),
+        ("a.yaml", "a: b\n  c: d", ["a.yaml:2:", "mapping values are not allowed"]),
         ("a.toml", "a = 1\nb = [", ["a.toml", "Not valid TOML"]),
         ("a.toml", "a = 1\na = 2\n", ["a.toml: ", "Not valid TOML", "line 2"]),
         ("a.toml", "a = " + "[" * 3000 + "]" * 3000, ["a.toml"]),
@@ -217,12 +207,6 @@ def test_what_cannot_be_read_is_said_with_its_line(
         assert word in said
 
 
-def test_aliases_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
-    assert "more than 20,000 values" in wrong(tmp_path, "a.yaml", "\n".join(lines))
-
-
 def test_a_file_that_is_not_there_is_an_error_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "train.yaml").write_text("")
     with pytest.raises(FileError, match=r"There is no such file. Did you mean 'train.yaml'\?"):
@@ -235,17 +219,9 @@ def test_a_file_in_another_encoding_is_an_error(tmp_path: Path) -> None:
         merge_files(tmp_path / "a.yaml")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.yaml", "a: 1\nb:\n  - x: 1\n  - x: 1\n    y:\n      z: 2\n"),
-        ("a.json", '{\n"a": "\\"",\n "b": [{"x": 1},\n{"x": 1, "y": {\n"z": 2}}]}'),
-    ],
-)
-def test_yaml_and_json_know_the_line_of_a_key(tmp_path: Path, name: str, text: str) -> None:
-    file, line = read(tmp_path, name, text).place(("b", 1, "y", "z"))
-    assert file == str(tmp_path / name)
-    assert line == next(i for i, one in enumerate(text.splitlines(), 1) if "z" in one)
+def test_yaml_knows_the_line_of_a_key(tmp_path: Path) -> None:
+    text = "a: 1\nb:\n  - x: 1\n  - x: 1\n    y:\n      z: 2\n"
+    assert read(tmp_path, "a.yaml", text).place(("b", 1, "y", "z")) == (str(tmp_path / "a.yaml"), 6)
 
 
 # -- the environment ------------------------------------------------------------------------------
@@ -382,29 +358,6 @@ def test_references_that_would_fill_the_memory_are_an_error(
     assert said in wrong(tmp_path, "a.yaml", "\n".join(lines))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(targets=st.lists(st.integers(0, 6), min_size=7, max_size=7))
-def test_chains_of_references_end_in_a_value_or_are_named_as_cycles(targets: list[int]) -> None:
-    """Key i refers to key `targets[i]`, and to nothing else; key 6 has a value."""
-    names = "abcdefg"
-    values: dict[str, Any] = {names[i]: f"${{{names[targets[i]]}}}" for i in range(6)} | {"g": 5}
-    cyclic = set()
-    for start in range(6):
-        at, seen = start, set()
-        while at != 6 and at not in seen:
-            seen.add(at)
-            at = targets[at]
-        cyclic |= {names[start]} if at != 6 else set()
-    tree = ConfigTree("a.yaml", values, {})
-    if cyclic:
-        with pytest.raises(FileError) as caught:
-            resolve_references(tree, {})
-        assert {one.key for one in caught.value.problems} <= cyclic
-    else:
-        resolve_references(tree, {})
-        assert tree.values == dict.fromkeys(names, 5)
-
-
 # -- includes -------------------------------------------------------------------------------------
 
 
@@ -427,18 +380,6 @@ def test_another_class_does_not_inherit_arguments(tmp_path: Path) -> None:
     assert other.values == {"model": {"class_path": "a.C"}}
     same = read(tmp_path, "a.yaml", "include: base.yaml\nmodel: {class_path: a.B}\n")
     assert same.values["model"]["init_args"] == {"x": 1}
-
-
-def test_files_that_include_each_other_are_an_error(tmp_path: Path) -> None:
-    (tmp_path / "b.yaml").write_text("include: a.yaml\n")
-    said = wrong(tmp_path, "a.yaml", "include: b.yaml\n")
-    assert "a.yaml includes b.yaml includes a.yaml" in said
-
-
-def test_a_file_may_be_included_twice(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("x: 1\n")
-    (tmp_path / "b.yaml").write_text("include: c.yaml\n")
-    assert read(tmp_path, "a.yaml", "include: [b.yaml, c.yaml]\n").values == {"x": 1}
 
 
 def test_what_cannot_be_included_is_said_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -553,42 +494,9 @@ def test_strings_are_short_for_mappings(project: Path) -> None:
 # -- trust ----------------------------------------------------------------------------------------
 
 
-def test_other_packages_are_refused_with_the_setting_that_allows_them(project: Path) -> None:
-    sys.modules.pop("this", None)
-    said = refused(project, "model.class_path=this.Zen", "loss_fn=os.path.join")
-    assert "command line: model.class_path: 'this.Zen' is not trusted" in said
-    assert "`--trust this`" in said
-    assert "`--trust os`" in said
-    assert "this" not in sys.modules  # nothing was imported
-
-
-def test_trust_lets_a_package_be_named(project: Path) -> None:
-    for trust in ("math", "math.dist", "*"):
-        assert load(project, "loss_fn=math.dist", trust=(trust,)).trainer.loss_fn is not None
-    said = refused(project, "loss_fn=os.path.join", trust=("math",))
-    assert "`--trust os`" in said
-
-
 def test_trust_may_be_a_part_of_a_package(project: Path) -> None:
     load(project, "loss_fn=xml.dom.minidom.parse", trust=("xml.dom",))
     assert "is not trusted" in refused(project, "loss_fn=xml.sax.parse", trust=("xml.dom",))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "torch.os.system",
-        "torch.serialization.os.system",
-        "torch.serialization.closing",
-        "hookline.config_files.merging.os.system",
-        "torch.nn.Linear.__init__",
-        "torch.nn.Linear.__init__.__globals__",
-        "builtins.eval",
-    ],
-)
-def test_a_trusted_package_lends_only_what_is_its_own(project: Path, path: str) -> None:
-    said = refused(project, f"loss_fn={path}")
-    assert path in said
 
 
 def test_hooks_need_trust_too(project: Path) -> None:
@@ -617,13 +525,6 @@ def test_the_project_may_use_what_it_imports(project: Path) -> None:
     assert load(project, "loss_fn=parts.sub").trainer.loss_fn is operator.sub
 
 
-def test_pythons_search_path_is_as_it_was(project: Path) -> None:
-    before = list(sys.path)
-    load(project)
-    refused(project, "model.init_args.width=x")
-    assert sys.path == before
-
-
 def test_two_projects_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
     for name, width in (("one", 3), ("two", 5)):
         (tmp_path / name).mkdir()
@@ -633,13 +534,6 @@ def test_two_projects_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
         file, override = tmp_path / name / "train.yaml", "model={class_path: net.sized}"
         training = load_training(file, override, project=tmp_path / name)
         assert training.trainer.model.first.out_features == width
-
-
-def test_a_package_in_the_projects_folder_is_its_own(project: Path) -> None:
-    (project / "inner" / "deep").mkdir(parents=True)
-    (project / "inner" / "deep" / "nets.py").write_text(PROJECT)
-    training = load(project, "model.class_path=inner.deep.nets.Net")
-    assert type(training.trainer.model).__module__ == "inner.deep.nets"
 
 
 # -- arguments ------------------------------------------------------------------------------------
@@ -728,7 +622,6 @@ def test_seeds_that_contradict_each_other_are_an_error(project: Path) -> None:
             "data.train={class_path: net.Net.small}",
             "It returned a Net; expected an iterable of batches",
         ),
-        ("optimizer.init_args.lr=-1.0", "lr: It is -1.0. Expected a learning rate of 0 or more"),
         ("trainer.device=toaster", "The device 'toaster' cannot be used here"),
         ("trainer.loaders.order=weighted", "weights"),
         (
@@ -752,17 +645,12 @@ def test_what_cannot_be_made_is_an_error_with_its_place(
 def test_arguments_may_be_objects_or_functions_themselves(project: Path) -> None:
     training = load(
         project,
-        "model.init_args.act={class_path: torch.nn.Embedding.from_pretrained, call: false}",
+        "model.init_args.act={class_path: torch.nn.Embedding, call: false}",
         "model.init_args.fn=[{class_path: torch.nn.Softmax, init_args: {dim: 1}}]",
     )
     model = training.trainer.model
-    assert model.act == torch.nn.Embedding.from_pretrained
+    assert model.act is torch.nn.Embedding
     assert model.fn[0].dim == 1
-
-
-def test_a_method_of_a_class_makes_the_model(project: Path) -> None:
-    model = load(project, "model={class_path: net.Net.small}").trainer.model
-    assert model.first.out_features == 2
 
 
 def test_the_seed_gives_the_same_weights(project: Path) -> None:
@@ -829,6 +717,8 @@ def test_loaders_may_have_names_or_stand_in_a_list(project: Path) -> None:
     assert named.fit().step == 5
     listed = load(project, "data.train=[net.batches, net.batches]")
     assert list(listed.trainer.train_data.names) == ["0", "1"]
+    odd = load(project, "data.train={loader: net.batches, groups: net.batches}")
+    assert list(odd.trainer.train_data.names) == ["loader", "groups"]
 
 
 def test_losses_are_functions_bound_functions_or_objects(project: Path) -> None:
@@ -879,48 +769,10 @@ def test_hooks_are_registered_as_the_file_says(project: Path) -> None:
     }
 
 
-COUNTED = """
-from typing import Annotated
-import torch
-from pydantic import AfterValidator
-from hookline.options import BuiltIn
-
-CHECKED = []
-
-def count(value):
-    CHECKED.append(value)
-    return value
-
-class Counted(BuiltIn):
-    def __init__(self, size: Annotated[int, AfterValidator(count)], helper: torch.nn.Module = None):
-        self.size, self.helper = size, helper
-    def on_step_end(self, step):
-        pass
-"""
-
-
-@pytest.mark.parametrize("helper", ["", ", helper: {class_path: torch.nn.GELU}"])
-def test_the_options_of_a_built_in_are_validated_once(project: Path, helper: str) -> None:
-    (project / "counted.py").write_text(COUNTED)
-    trainer = load(project, f"hooks=[{{name: counted.Counted, size: 3{helper}}}]").trainer
-    assert sys.modules["counted"].CHECKED == [3]
-    assert trainer.hooks.get_hook("counted").hookline_options["size"] == 3
-    said = refused(project, "hooks=[{name: counted.Counted, size: x}]")
-    assert "hooks.0.size: Counted: 'size' is 'x'." in said
-    said = refused(project, "hooks=[{name: counted.Counted, init_args: {size: x, siez: 1}}]")
-    assert "hooks.0.init_args.size: Counted: 'size' is 'x'." in said
-    assert "hooks.0.init_args.siez: Counted: Unknown option 'siez'." in said
-
-
 def test_probes_for_modules_that_are_not_there_are_an_error(project: Path) -> None:
     said = refused(project, "hooks={probes: [{name: monitor, modules: [frist]}]}")
     assert "hooks.probes.0" in said
     assert "frist" in said
-
-
-def test_every_field_of_the_trainer_is_taken(project: Path) -> None:
-    config = load(project, "trainer.max_epochs=3", "trainer.clip_norm=2", "seed=5").trainer.config
-    assert (config.max_epochs, config.clip_norm, config.runs) == (3, 2.0, None)
 
 
 def test_steps_alone_train_for_so_many_steps(project: Path) -> None:
@@ -930,95 +782,18 @@ def test_steps_alone_train_for_so_many_steps(project: Path) -> None:
 # -- the hash -------------------------------------------------------------------------------------
 
 
-def text_of(tree: Any, suffix: str) -> str:
-    return {".json": json.dumps, ".yaml": _yaml, ".toml": _toml}[suffix](tree)
-
-
-def _yaml(tree: Any, indent: str = "") -> str:
-    if isinstance(tree, dict) and tree:
-        lines = [f"{indent}{json.dumps(k)}:{_yaml(v, indent + '  ')}" for k, v in tree.items()]
-        return "\n" + "\n".join(lines)
-    if isinstance(tree, list) and tree:
-        return "\n" + "\n".join(f"{indent}-{_yaml(v, indent + '  ')}" for v in tree)
-    return f" {json.dumps(tree)}"
-
-
-def _toml(tree: dict[str, Any]) -> str:
-    return "\n".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in tree.items())
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_inline, value)) + "]"
-    return json.dumps(value)
-
-
-LETTERS = st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"], exclude_characters="$\x7f")
-SCALARS = st.one_of(
-    st.booleans(),
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text(LETTERS, max_size=6),
-)
-TREES = st.dictionaries(
-    st.text(LETTERS, min_size=1, max_size=6).filter(lambda key: key not in ("include", "$schema")),
-    st.recursive(
-        SCALARS,
-        lambda inner: (
-            st.lists(inner, max_size=3)
-            | st.dictionaries(st.text(LETTERS, max_size=4), inner, max_size=3)
-        ),
-        max_leaves=6,
-    ),
-    max_size=4,
-)
-
-
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(tree=TREES)
-def test_the_hash_is_the_same_for_yaml_toml_and_json_of_the_same_meaning(
-    tmp_path: Path, tree: dict[str, Any]
-) -> None:
-    hashes = set()
-    for suffix in (".json", ".yaml", ".toml"):
-        file = tmp_path / f"same{suffix}"
-        file.write_text(text_of(tree, suffix), encoding="utf-8", newline="")
-        merged = merge_files(file, (), {})
-        assert merged.values == tree
-        hashes.add(config_hash(merged.values))
-    assert len(hashes) == 1
-
-
-@settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(tree=TREES)
-def test_a_reference_is_replaced_by_the_value_whatever_it_is(tree: dict[str, Any]) -> None:
-    merged = ConfigTree("a.yaml", {"section": {"value": tree}, "x": "${section.value}"}, {})
-    resolve_references(merged, {})
-    assert merged.values == {"section": {"value": tree}, "x": tree}
-
-
 def test_the_hash_of_a_training_does_not_depend_on_how_it_is_written(project: Path) -> None:
-    base = yaml.safe_load(BASE)
-    del base["trainer"]["runs"]  # TOML has no null
+    (project / "same.json").write_text(json.dumps(yaml.safe_load(BASE)))
+    (project / "same.toml").write_text(
+        'loss_fn = "torch.nn.functional.mse_loss"\n'
+        'model = {class_path = "net.Net", init_args = {width = 4}}\n'
+        'data = {train = "net.batches"}\n'
+        'trainer = {progress = "off"}\n'
+        '[optimizer]\nclass_path = "torch.optim.SGD"\ninit_args = {lr = 1e-1}\n'
+    )
     first = load_training(project / "train.yaml", "trainer.runs=here").config_hash
-    for suffix in (".json", ".yaml", ".toml"):
-        file = project / f"same{suffix}"
-        file.write_text(text_of(base, suffix))
-        assert load_training(file, "trainer.runs=here").config_hash == first
+    for name in ("same.json", "same.toml"):
+        assert load_training(project / name, "trainer.runs=here").config_hash == first
     again = load(
         project,
         "trainer.runs=here",
@@ -1157,54 +932,7 @@ def test_functions_that_do_not_fit_are_a_clear_error(
     assert said in str(caught.value)
 
 
-def test_what_is_a_function_and_what_is_a_file(tmp_path: Path) -> None:
-    assert is_python_function("train.py:make_trainer")
-    assert is_python_function("package.module:make")
-    assert not is_python_function("train.yaml")
-    assert not is_python_function("C:train.yaml")
-    (tmp_path / "a:b").write_text("")
-    assert not is_python_function(str(tmp_path / "a:b"))
-
-
 # -- resuming -------------------------------------------------------------------------------------
-
-
-def test_only_the_newest_unfinished_run_of_the_configuration_is_resumed(project: Path) -> None:
-    class Fails(hookline.Hook):
-        critical = True
-
-        def on_step_end(self, trainer: Any, step: int) -> None:
-            if step == 1:
-                trainer.save_checkpoint()
-            if step == 2:
-                raise RuntimeError("the end")
-
-    runs = f"trainer.runs={project / 'runs'}"
-
-    def training(*settings: str) -> Any:
-        return load(project, runs, "trainer.max_epochs=3", *settings)
-
-    def fail(one: Any) -> Any:
-        one.trainer.add_hook(Fails())
-        with pytest.raises(hookline.HookFailedError):
-            one.fit()
-        return one.trainer.run.path
-
-    assert find_resume(training(), NEWEST)[0] is None
-    training().fit()  # completed
-    assert "no unfinished run of this configuration" in find_resume(training(), NEWEST)[1]
-    first = fail(training())
-    fail(training("model.init_args.width=3"))
-    found, said = find_resume(training(), NEWEST)
-    assert found == first / "checkpoints" / "step_000001"
-    assert first.name in said
-    again = training()
-    again.fit(found)
-    assert again.trainer.run.path == first
-    assert again.trainer.step == 6
-    assert find_resume(training(), NEWEST)[0] is None
-    assert find_resume(training(), first.name[:-2])[0] == found
-    assert find_resume(training(), str(found))[0] == found
 
 
 def test_a_run_that_its_time_limit_stopped_is_unfinished(project: Path) -> None:
@@ -1304,8 +1032,8 @@ def test_a_hook_without_the_validation_that_it_needs_is_an_error(
     with pytest.raises(FileError) as error:
         dry_run(training)
     assert "more.yaml:3: hooks.0" in str(error.value)
-    assert f"needs the metric '{metric}', which is not measured" in str(error.value)
-    assert str(error.value).endswith(reason)
+    assert f"needs the metric '{metric}' of the validation" in str(error.value)
+    assert reason in str(error.value)
 
 
 def test_a_scheduler_without_the_validation_that_it_needs_is_an_error(project: Path) -> None:
@@ -1349,19 +1077,7 @@ def test_a_monitored_metric_that_does_not_exist_is_named_with_file_and_line(
     ("more", "place", "expected"),
     [
         ("init_args:\n    lr: fast", "4: optimizer.init_args.lr: It is 'fast'", "a valid number"),
-        ("init_args:\n    lr: -1", "4: optimizer.init_args.lr: It is -1", "rate of 0 or more"),
-        ("init_args:\n    lr: .inf", "4: optimizer.init_args.lr: It is inf", "rate of 0 or more"),
-        ("init_args:\n    lr: .nan", "4: optimizer.init_args.lr: It is nan", "rate of 0 or more"),
-        (
-            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: -0.5",
-            "6: optimizer.groups.0.lr: It is -0.5",
-            "rate of 0 or more",
-        ),
-        (
-            "init_args: {lr: 1}\n  groups:\n  - params: [first.*]\n    lr: fast",
-            "6: optimizer.groups.0.lr: It is 'fast'",
-            "rate of 0 or more",
-        ),
+        ("init_args:\n    lr: -1", "2: optimizer: It could not be created", "learning rate: -1"),
         (
             "init_args:\n    lr: 1\n    momentum: -3",
             "2: optimizer: It could not be created",
@@ -1375,15 +1091,6 @@ def test_an_invalid_option_of_an_optimizer_is_named_with_its_key_and_line(
     said = refused(project, more=f"optimizer:\n  {more}\n")
     assert f"more.yaml:{place}" in said
     assert expected in said
-
-
-def test_a_colon_that_is_missing_in_a_mapping_of_one_key_is_named(project: Path) -> None:
-    said = refused(project, more="model:\n  init_args:\n    width 8\n")
-    assert "more.yaml:4: model.init_args: It is 'width 8'. Expected a mapping." in said
-    assert "A colon is missing: `width: 8`." in said
-    said = refused(project, more="model:\n  init_args:\n    width:8\n")
-    assert "more.yaml:4: model.init_args: It is 'width:8'. Expected a mapping." in said
-    assert "A space is missing after the colon: `width: 8`." in said
 
 
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
@@ -1429,102 +1136,3 @@ def test_a_file_names_its_run_and_gives_it_tags_and_hyperparameters(
     renamed = load(project, "name=second", "tags=[]", more=LABELS)
     assert renamed.config_hash == training.config_hash
     assert load(project, "hparams.width=4", more=LABELS).config_hash != training.config_hash
-
-
-def test_names_and_tags_are_text_and_hyperparameters_a_mapping(project: Path) -> None:
-    said = refused(project, more="name: [a]\ntags: [[b]]\nhparams: 3\n")
-    assert "more.yaml:2: name: It is ['a']. Input should be a valid string." in said
-    assert "more.yaml:3: tags.0: It is ['b']. Input should be a valid string." in said
-    assert "more.yaml:4: hparams: It is 3. Expected a mapping." in said
-
-
-# -- indentation ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        ("a:\n  b: 1\n   c: 2\n", 3, "The line is indented more than those above it"),
-        ("a:\n    b: 1\n  c: 2\n", 3, "Keys of one mapping, and items of one list"),
-        ("a:\n  - b: 1\n  c: 2\n", 3, "need the same indentation"),
-        ("a:\n  b:1\n  c: 2\n", 3, "a space is missing after a colon"),
-        ("a: 1\n- b: 2\n", 2, "need the same indentation"),
-        ("a: b: c\n", 1, "a value that contains ': ' needs quotes."),
-        ("a: @b\n", 1, "A value that begins with '*', '@'"),
-        ("a: *.weight\n", 1, "A value that begins with '*'"),
-        ("a: {b: 1\nc: 2\n", 2, "A '{' is not closed, or a comma is missing."),
-        ("a: 'b\nc: 2\n", 3, "A quote is not closed."),
-    ],
-)
-def test_a_mistake_in_yaml_is_explained(project: Path, text: str, line: int, message: str) -> None:
-    (project / "bad.yaml").write_text(text)
-    with pytest.raises(FileError) as error:
-        load_training(project / "bad.yaml")
-    (problem,) = error.value.problems
-    assert problem.line == line
-    assert message in problem.text
-
-
-def test_hooks_in_another_form_are_told_the_right_one(project: Path) -> None:
-    said = refused(project, more="hooks:\n  - early_stopping:\n      patience: 3\n")
-    assert "such as `name: early_stopping`, with its options beside it" in said
-    said = refused(project, more="hooks:\n  -early_stopping\n  -ema\n")
-    assert "Expected a mapping or a list" in said
-
-
-# -- classes and instances ------------------------------------------------------------------------
-
-EITHER = """
-def model_class():
-    return Net
-
-def optimizer_class(parameters):
-    return torch.optim.SGD
-
-def loader_class():
-    return Points
-
-MODEL, WATCH = Net(2), Watch()
-"""
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["model=net.model_class"],
-            "model: It returned the class Net, not an instance; expected a torch.nn.Module.",
-        ),
-        (
-            ["optimizer.class_path=net.optimizer_class", "optimizer.init_args={}"],
-            "It returned the class SGD, not an instance; expected a torch.optim.Optimizer.",
-        ),
-        (
-            ["data.train={class_path: net.loader_class, loader: {batch_size: 2}}"],
-            "data.train: It returned the class Points, not an instance; expected an iterable of",
-        ),
-        (["model=net.MODEL"], "It could not be created: TypeError"),
-        (["hooks=[net.WATCH]"], "It is an instance of Watch; expected a class or a function."),
-        (
-            ["model.init_args.act=torch.nn.ReLU"],
-            "Input should be an instance of Module.",
-        ),
-        (
-            ["model.init_args.act={class_path: torch.nn.ReLU, call: false}"],
-            "Input should be an instance of Module.",
-        ),
-    ],
-)
-def test_a_class_in_place_of_an_instance_is_an_error_that_says_so(
-    project: Path, overrides: list[str], message: str
-) -> None:
-    (project / "net.py").write_text(PROJECT + EITHER)
-    assert message in refused(project, *overrides)
-
-
-def test_an_instance_of_a_hook_in_place_of_its_class_is_an_error_that_says_so() -> None:
-    with pytest.raises(hookline.ConfigError, match="It is an instance of EMA; expected a class"):
-        hookline.HookRegistry([f"{__name__}.INSTANCE"])
-
-
-INSTANCE = hookline.EMA()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -222,54 +221,3 @@ def test_a_mutated_configuration_is_an_error_or_a_trainer(
     project: Path, tree: dict[str, Any]
 ) -> None:
     event(outcome(project / "mutated.json", json.dumps(tree)))
-
-
-TEXTS = {
-    ".json": json.dumps(VALID, indent=1),
-    ".yaml": yaml.safe_dump(VALID, sort_keys=False),
-    ".toml": """
-seed = 1
-loss_fn = "torch.nn.functional.mse_loss"
-[model]
-class_path = "fuzz_project.FuzzNet"
-init_args = {width = 4}
-[data]
-val = "fuzz_project.batches"
-[data.train]
-class_path = "fuzz_project.Points"
-loader = {batch_size = 2}
-[[optimizer]]
-class_path = "torch.optim.SGD"
-[optimizer.init_args]
-lr = 0.1
-[[hooks]]
-name = "lr_monitor"
-[[hooks]]
-name = '''early_stopping'''
-""",
-}
-
-
-@settled(300)
-@given(
-    suffix=st.sampled_from(sorted(TEXTS)),
-    cuts=st.lists(
-        st.tuples(
-            st.floats(0, 1, exclude_max=True),
-            st.integers(0, 4),
-            st.one_of(
-                st.text(max_size=3), st.sampled_from(["&a [*a]", "<<: *x", "!!python", "\t"])
-            ),
-        ),
-        min_size=1,
-        max_size=3,
-    ),
-)
-def test_a_text_with_other_letters_in_it_is_an_error_or_a_trainer(
-    project: Path, suffix: str, cuts: list[tuple[float, int, str]]
-) -> None:
-    text = TEXTS[suffix]
-    for where, length, put in cuts:
-        at = int(where * len(text))
-        text = text[:at] + put + text[at + length :]
-    event(outcome(project / f"mutated{suffix}", text))

@@ -2,7 +2,6 @@
 
 import functools
 import pickle
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -45,33 +44,6 @@ def test_a_method_gets_the_arguments_it_declares_in_its_own_order():
     assert hook.seen == [(0.1, 7, 0.5)]
 
 
-def test_a_method_may_have_no_parameters():
-    class Watch(Seen):
-        def on_step_end(self):
-            self.seen.append("called")
-
-    fire(hook := Watch(), "on_step_end")
-    assert hook.seen == ["called"]
-
-
-def test_an_event_is_found_under_its_alias():
-    class Watch(Seen):
-        def on_eval_end(self, metrics):
-            self.seen.append(metrics)
-
-    fire(hook := Watch(), "on_validation_end", metrics={"val/loss": 1.0})
-    assert hook.seen == [{"val/loss": 1.0}]
-
-
-def test_an_argument_is_found_under_its_alias():
-    class Watch(Seen):
-        def on_train_batch_end(self, loader_name, loader_idx):
-            self.seen.append((loader_name, loader_idx))
-
-    fire(hook := Watch(), "on_batch_end", dataloader_name="books", dataloader_idx=1)
-    assert hook.seen == [("books", 1)]
-
-
 def test_an_argument_can_be_fired_under_its_alias_too():
     class Watch(Seen):
         def on_checkpoint_save(self, checkpoint_path):
@@ -79,22 +51,6 @@ def test_an_argument_can_be_fired_under_its_alias_too():
 
     fire(hook := Watch(), "on_checkpoint_save", path="runs/1")
     assert hook.seen == ["runs/1"]
-
-
-def test_an_event_has_the_common_arguments():
-    class Watch(Seen):
-        def on_after_backward(self, trainer, model, optimizers, status):
-            self.seen.append((trainer, model, optimizers, status))
-
-    fire(
-        hook := Watch(),
-        "on_after_backward",
-        trainer="t",
-        model="m",
-        optimizers=["o"],
-        status="training",
-    )
-    assert hook.seen == [("t", "m", ["o"], "training")]
 
 
 @st.composite
@@ -137,88 +93,50 @@ def test_any_signature_gets_exactly_the_values_it_names(case):
 # -- errors at registration ------------------------------------------------------------------------
 
 
-def test_a_method_that_is_not_an_event_raises_an_error_with_the_nearest_name():
-    class Watch(Hook):
-        def on_step_ends(self):
-            pass
-
-    message = registration_error(Watch())
-    assert "Watch.on_step_ends" in message
-    assert "Did you mean 'on_step_end'?" in message
-    assert "_on_step_ends" in message  # the suggested name of a helper method
-
-
-def test_a_parameter_that_the_event_does_not_have_raises_an_error_with_the_nearest_name():
-    class Watch(Hook):
-        def on_step_end(self, losss):
-            pass
-
-    message = registration_error(Watch())
-    assert "Watch.on_step_end" in message
-    assert "'losss'" in message
-    assert "Did you mean 'loss'?" in message
-
-
-def test_the_error_for_a_parameter_lists_the_arguments_of_the_event():
-    class Watch(Hook):
-        def on_epoch_end(self, batch):
-            pass
-
-    message = registration_error(Watch())
-    for argument in EVENTS["on_epoch_end"].arguments:
-        assert argument in message
-
-
-def test_the_nearest_name_of_a_parameter_may_be_an_alias():
-    class Watch(Hook):
-        def on_train_batch_end(self, loader_nam):
-            pass
-
-    assert "Did you mean 'loader_name'?" in registration_error(Watch())
-
-
-@pytest.mark.parametrize("kind", ["*, {}", "{}, /"])
-def test_an_unknown_parameter_of_any_kind_raises_an_error(kind):
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "def on_step_ends(self): pass",
+            ["Watch.on_step_ends", "Did you mean 'on_step_end'?", "such as '_on_step_ends'"],
+        ),
+        (
+            "def on_step_end(self, losss): pass",
+            [
+                "Watch.on_step_end",
+                "'losss'",
+                "Did you mean 'loss'?",
+                *EVENTS["on_step_end"].arguments,
+            ],
+        ),
+        ("def on_train_batch_end(self, loader_nam): pass", ["Did you mean 'loader_name'?"]),
+        ("def on_step_end(self, *, nothing_like_it): pass", ["'nothing_like_it'"]),
+        ("def on_step_end(self, nothing_like_it, /): pass", ["'nothing_like_it'"]),
+        ("def on_step_end(self, step=0, /): pass", ["Remove the `/` or the default"]),
+        (
+            "def on_train_end(self): pass\ndef on_training_end(self): pass",
+            ["Watch.on_train_end", "Watch.on_training_end", "same event"],
+        ),
+        (
+            "def on_batch_start(self): pass\non_batch_begin = on_batch_start",
+            ["on_train_batch_start"],
+        ),
+        ("async def on_step_end(self, step): pass", ["Watch.on_step_end is a coroutine"]),
+        ("async def on_step_end(self): yield", ["Watch.on_step_end"]),
+        ("def on_step_end(self): yield", ["Watch.on_step_end contains `yield`"]),
+        ("on_step_end = 3", ["Watch.on_step_end is a int"]),
+        (
+            "on_step_end = type",  # its signature depends on the number of arguments
+            ["The signature of Watch.on_step_end cannot be read", "Wrap it in a method"],
+        ),
+    ],
+)
+def test_what_cannot_be_matched_is_an_error_that_says_what_to_change(body, expected):
     namespace = {}
-    exec(f"def on_step_end(self, {kind.format('nothing_like_it')}): pass", namespace)
-    hook = type("Watch", (Hook,), {"on_step_end": namespace["on_step_end"]})()
-    assert "'nothing_like_it'" in registration_error(hook)
-
-
-def test_an_event_and_its_alias_in_one_class_raise_an_error():
-    class Both(Hook):
-        def on_train_end(self):
-            pass
-
-        def on_training_end(self):
-            pass
-
-    message = registration_error(Both())
-    assert "Both.on_train_end" in message
-    assert "Both.on_training_end" in message
-
-
-def test_two_aliases_of_one_event_in_one_class_raise_an_error():
-    class Both(Hook):
-        def on_batch_start(self):
-            pass
-
-        def on_batch_begin(self):
-            pass
-
-    assert "'on_train_batch_start'" in registration_error(Both())
-
-
-def test_an_event_and_an_inherited_alias_raise_an_error():
-    class Base(Hook):
-        def on_batch_end(self):
-            pass
-
-    class Sub(Base):
-        def on_train_batch_end(self):
-            pass
-
-    assert "same event" in registration_error(Sub())
+    exec(body, namespace)
+    del namespace["__builtins__"]
+    message = registration_error(type("Watch", (Hook,), namespace)())
+    assert all(text in message for text in expected), message
 
 
 def test_an_inherited_alias_can_be_set_to_none():
@@ -234,25 +152,6 @@ def test_an_inherited_alias_can_be_set_to_none():
 
     fire(hook := Sub(), "on_train_batch_end")
     assert hook.seen == ["sub"]
-
-
-def test_a_coroutine_raises_an_error():
-    class Watch(Hook):
-        async def on_step_end(self, step):
-            pass
-
-    assert "Watch.on_step_end is a coroutine" in registration_error(Watch())
-
-
-def test_a_coroutine_behind_a_partial_raises_an_error():
-    async def watch(tag, step):
-        pass
-
-    class Watch(Hook):
-        def __init__(self):
-            self.on_step_end = functools.partial(watch, "tag")
-
-    assert "coroutine" in registration_error(Watch())
 
 
 def test_a_coroutine_behind_a_decorator_raises_an_error():
@@ -283,37 +182,6 @@ def test_an_object_with_an_asynchronous_call_raises_an_error():
     assert "coroutine" in registration_error(Watch())
 
 
-def test_an_asynchronous_generator_raises_an_error():
-    class Watch(Hook):
-        async def on_step_end(self):
-            yield
-
-    assert "Watch.on_step_end" in registration_error(Watch())
-
-
-def test_a_generator_raises_an_error_because_calling_it_would_run_nothing():
-    class Watch(Hook):
-        def on_step_end(self):
-            yield
-
-    assert "yield" in registration_error(Watch())
-
-
-def test_a_callable_without_a_signature_raises_an_error():
-    hook = Hook()
-    hook.on_step_end = type  # its signature depends on the number of arguments
-    message = registration_error(hook)
-    assert "The signature of Hook.on_step_end cannot be read" in message
-    assert "Wrap it in a method" in message
-
-
-def test_an_event_that_is_a_value_raises_an_error():
-    class Watch(Hook):
-        on_step_end = 3
-
-    assert "Watch.on_step_end" in registration_error(Watch())
-
-
 # -- defaults and collecting parameters ------------------------------------------------------------
 
 
@@ -324,15 +192,6 @@ def test_a_parameter_of_the_users_own_keeps_its_default():
 
     fire(hook := Watch(), "on_step_end", step=1)
     assert hook.seen == [(1, 3)]
-
-
-def test_a_parameter_with_a_default_gets_the_argument_where_the_loop_has_it():
-    class Watch(Seen):
-        def on_step_end(self, loss=None, *, lr=None):
-            self.seen.append((loss, lr))
-
-    fire(hook := Watch(), "on_step_end", loss=0.5, lr=0.1)
-    assert hook.seen == [(0.5, 0.1)]
 
 
 def test_a_parameter_with_a_default_keeps_it_where_the_loop_does_not_provide_the_argument():
@@ -355,15 +214,6 @@ def test_double_star_gets_all_arguments_by_their_names():
     assert hook.seen == [values]
 
 
-def test_double_star_gets_what_was_not_asked_for_by_name():
-    class Watch(Seen):
-        def on_checkpoint_save(self, path, **rest):
-            self.seen.append((path, rest))
-
-    fire(hook := Watch(), "on_checkpoint_save", checkpoint_path="p", step=3, status="training")
-    assert hook.seen == [("p", {"step": 3, "status": "training"})]
-
-
 def test_star_args_stay_empty():
     class Watch(Seen):
         def on_step_end(self, step, *args, lr):
@@ -371,32 +221,6 @@ def test_star_args_stay_empty():
 
     fire(hook := Watch(), "on_step_end", step=1, loss=2.0, lr=0.1)
     assert hook.seen == [(1, (), 0.1)]
-
-
-def test_keyword_only_parameters_work():
-    class Watch(Seen):
-        def on_checkpoint_save(self, *, path, step):
-            self.seen.append((path, step))
-
-    fire(hook := Watch(), "on_checkpoint_save", path="p", step=1)
-    assert hook.seen == [("p", 1)]
-
-
-def test_positional_only_parameters_work():
-    class Watch(Seen):
-        def on_step_end(self, step, loss, /):
-            self.seen.append((step, loss))
-
-    fire(hook := Watch(), "on_step_end", step=1, loss=0.5)
-    assert hook.seen == [(1, 0.5)]
-
-
-def test_a_positional_only_argument_with_a_default_raises_an_error_that_says_what_to_change():
-    class Watch(Hook):
-        def on_step_end(self, step=0, /):
-            pass
-
-    assert "Remove the `/` or the default" in registration_error(Watch())
 
 
 def test_the_error_for_a_missing_argument_names_the_hook_that_asks_for_it():
@@ -437,20 +261,6 @@ def test_a_partial_works():
     class Watch(Hook):
         def __init__(self):
             self.on_step_end = functools.partial(note, "tag")
-
-    fire(Watch(), "on_step_end", step=1)
-    assert seen == [("tag", 1)]
-
-
-def test_a_partial_with_a_keyword_works():
-    seen = []
-
-    def note(tag, step):
-        seen.append((tag, step))
-
-    class Watch(Hook):
-        def __init__(self):
-            self.on_step_end = functools.partial(note, tag="tag")
 
     fire(Watch(), "on_step_end", step=1)
     assert seen == [("tag", 1)]
@@ -504,18 +314,6 @@ def test_a_parameter_behind_a_decorator_is_checked_too():
     assert "Did you mean 'step'?" in registration_error(Watch())
 
 
-def test_an_inherited_method_works():
-    class Base(Seen):
-        def on_step_end(self, step):
-            self.seen.append(step)
-
-    class Sub(Base):
-        pass
-
-    fire(hook := Sub(), "on_step_end", step=1)
-    assert hook.seen == [1]
-
-
 def test_an_overriding_method_with_other_parameters_works_and_can_call_its_parent():
     class Base(Seen):
         def on_step_end(self, step):
@@ -528,28 +326,6 @@ def test_an_overriding_method_with_other_parameters_works_and_can_call_its_paren
 
     fire(hook := Sub(), "on_step_end", step=1, loss=0.5)
     assert hook.seen == [1, 0.5]
-
-
-def test_the_base_classs_own_methods_can_be_called_from_an_override():
-    class Watch(Seen):
-        def on_step_end(self, step):
-            super().on_step_end(step)
-            self.seen.append(step)
-
-    fire(hook := Watch(), "on_step_end", step=1)
-    assert hook.seen == [1]
-
-
-def test_a_mixin_listed_before_hook_works():
-    class Mixin:
-        def on_step_end(self, step):
-            self.step = step
-
-    class Watch(Mixin, Hook):
-        pass
-
-    fire(hook := Watch(), "on_step_end", step=1)
-    assert hook.step == 1
 
 
 def test_a_mixin_listed_after_hook_raises_an_error_because_it_would_never_run():
@@ -565,19 +341,6 @@ def test_a_mixin_listed_after_hook_raises_an_error_because_it_would_never_run():
     assert "List Mixin first" in message
 
 
-def test_a_mixin_listed_after_hook_may_have_other_methods():
-    class Mixin:
-        def note(self, step):
-            self.step = step
-
-    class Watch(Hook, Mixin):
-        def on_step_end(self, step):
-            self.note(step)
-
-    fire(hook := Watch(), "on_step_end", step=1)
-    assert hook.step == 1
-
-
 def test_a_function_set_on_the_instance_works():
     hook = Hook()
     seen = []
@@ -586,47 +349,11 @@ def test_a_function_set_on_the_instance_works():
     assert seen == [(1, 0.5)]
 
 
-def test_a_method_set_to_none_is_not_called():
-    class Base(Hook):
-        def on_step_end(self):
-            raise AssertionError("switched off")
-
-    class Sub(Base):
-        on_step_end = None
-
-    manager = HookManager([Sub()])
-    assert manager.dispatchers.on_step_end is None
-
-
-def test_helper_methods_with_an_underscore_are_ignored():
-    class Watch(Seen):
-        def on_step_end(self, step):
-            self._on_step(step)
-
-        def _on_step(self, anything):
-            self.seen.append(anything)
-
-    fire(hook := Watch(), "on_step_end", step=1)
-    assert hook.seen == [1]
-
-
 def test_attributes_and_properties_that_are_not_events_are_ignored():
     class Watch(Hook):
         on_gpu = True
 
         @property
-        def on_disk(self):
-            raise AssertionError("nobody asked for it")
-
-        def on_step_end(self):
-            pass
-
-    assert HookManager([Watch()]).list_hooks() == ["watch"]
-
-
-def test_a_cached_property_that_is_not_an_event_is_not_computed():
-    class Watch(Hook):
-        @functools.cached_property
         def on_disk(self):
             raise AssertionError("nobody asked for it")
 
@@ -690,11 +417,6 @@ def test_hooks_that_are_equal_or_not_hashable_are_still_different_hooks():
     assert (first.seen, second.seen) == ([], [1])
 
 
-def test_the_base_class_pickles():
-    hook = pickle.loads(pickle.dumps(Hook("watch")))
-    assert HookManager([hook]).list_hooks() == ["watch"]
-
-
 class Picklable(Hook):
     def __init__(self):
         self.steps = []
@@ -717,16 +439,6 @@ def test_registering_leaves_nothing_on_the_hook():
     assert vars(hook) == before
 
 
-def test_a_method_can_be_called_directly_with_a_mock():
-    class Watch(Hook):
-        def on_train_start(self, trainer):
-            self.rate = trainer.optimizers[0]
-
-    hook = Watch()
-    hook.on_train_start(SimpleNamespace(optimizers=[0.1]))
-    assert hook.rate == 0.1
-
-
 # -- arguments are computed only when required, and once -------------------------------------------
 
 
@@ -739,16 +451,6 @@ class Source:
     def __getattr__(self, name):
         self.made.append(name)
         return object()
-
-
-def test_no_argument_is_computed_that_no_hook_asks_for():
-    class Watch(Hook):
-        def on_step_end(self, step):
-            pass
-
-    manager = HookManager([Watch()])
-    manager.dispatchers.on_step_end(source := Source())
-    assert source.made == ["step"]
 
 
 def test_an_argument_is_computed_once_for_all_hooks():

@@ -129,14 +129,6 @@ def test_a_source_is_removed_when_its_dispatcher_is_garbage_collected(new_source
     assert new_sources() == {}
 
 
-def test_managers_with_equal_hooks_have_their_own_listings(new_sources):
-    managers = [HookManager([Watch(name)]) for name in ("mine", "yours")]
-    for manager in managers:
-        manager.fire("on_step_end", step=1, loss=0.5)
-    mine, yours = new_sources().values()
-    assert mine.replace("'mine'", "'yours'") == yours != mine
-
-
 def test_the_sources_survive_a_check_of_the_cache_for_changed_files(new_sources):
     manager = HookManager([Watch()])
     manager.fire("on_step_end", step=1, loss=0.5)

@@ -45,29 +45,10 @@ def test_built_ins_come_after_the_users_hooks_and_writers_come_last():
     assert called(manager) == manager.list_hooks() == expected
 
 
-def test_before_places_a_hook_directly_before_another():
-    manager = HookManager([User("a"), User("b"), User("c")])
-    manager.add_hook(User(), "new", before="c")
-    assert called(manager) == ["a", "b", "new", "c"]
-
-
-def test_after_places_a_hook_directly_after_another():
-    manager = HookManager([User("a"), User("b"), User("c")])
-    manager.add_hook(User(), "new", after="a")
-    assert called(manager) == ["a", "new", "b", "c"]
-
-
 def test_several_hooks_after_one_keep_their_order_of_registration():
     manager = HookManager([User("a"), User("b")])
     manager.add_hook(User(), "first", after="a")
     manager.add_hook(User(), "second", after="a")
-    assert called(manager) == ["a", "first", "second", "b"]
-
-
-def test_several_hooks_before_one_keep_their_order_of_registration():
-    manager = HookManager([User("a"), User("b")])
-    manager.add_hook(User(), "first", before="b")
-    manager.add_hook(User(), "second", before="b")
     assert called(manager) == ["a", "first", "second", "b"]
 
 
@@ -85,13 +66,6 @@ def test_a_users_hook_can_be_placed_after_a_built_in():
     assert called(manager) == ["monitor", "user", "writer"]
 
 
-def test_a_hook_can_be_placed_next_to_one_that_was_placed_itself():
-    manager = HookManager([User("a"), User("b")])
-    manager.add_hook(User(), "x", before="a")
-    manager.add_hook(User(), "y", before="x")
-    assert called(manager) == ["y", "x", "a", "b"]
-
-
 def test_a_place_next_to_an_unknown_hook_raises_an_error():
     with pytest.raises(UnknownHookError, match="nobody"):
         HookManager().add_hook(User(), after="nobody")
@@ -102,13 +76,6 @@ def test_a_contradiction_raises_an_error_that_names_the_hooks():
     with pytest.raises(OrderError, match=r"'new' cannot come after 'b' and before 'a'"):
         manager.add_hook(User(), "new", after="b", before="a")
     assert called(manager) == ["a", "b"]
-
-
-def test_before_and_after_the_same_hook_raises_an_error():
-    manager = HookManager([User("a")])
-    with pytest.raises(OrderError):
-        manager.add_hook(User(), "new", after="a", before="a")
-    assert called(manager) == ["a"]
 
 
 def test_a_cycle_raises_an_error_and_changes_nothing():
@@ -126,30 +93,12 @@ def test_a_hook_placed_next_to_itself_raises_an_error():
     assert manager.get_hook("a") is old
 
 
-def test_a_hook_with_others_placed_next_to_it_can_be_removed():
-    manager = HookManager([User("a")])
-    manager.add_hook(User(), "x", before="a")
-    manager.add_hook(User(), "b", after="x")
-    manager.add_hook(User(), "c", after="b", before="a")
-    assert manager.list_hooks() == ["x", "b", "c", "a"]
-    manager.remove_hook("x")
-    assert "x" not in manager
-    assert len(called(manager)) == 3
-
-
 def test_a_hook_with_another_placed_next_to_it_can_be_removed_and_added_again():
     manager = HookManager([first := User("a")])
     manager.add_hook(User(), "b", after="a")
     manager.remove_hook("a")
     manager.add_hook(first)
     assert sorted(called(manager)) == ["a", "b"]
-
-
-def test_a_later_hook_does_not_separate_two_that_were_placed_together():
-    manager = HookManager([in_group(HookGroup.WRITER)("writer")])
-    manager.add_hook(User(), "placed", before="writer")
-    manager.add_hook(User(), "later")
-    assert called(manager) == ["later", "placed", "writer"]
 
 
 def test_a_placed_hook_follows_when_its_neighbour_is_replaced():

@@ -52,25 +52,10 @@ def test_states_are_saved_and_loaded_by_name():
     assert (report.missing, report.orphaned) == ((), ())
 
 
-def test_a_hook_saves_nothing_by_default_without_a_warning(caplog):
-    manager = HookManager([Plain()])
-    assert manager.state_dict() == {}
-    report = manager.load_state_dict({})
-    assert (report.missing, report.orphaned) == ((), ())
-    assert caplog.records == []
-
-
 def test_the_default_state_is_empty_and_can_be_loaded():
     hook = Plain()
     assert hook.state_dict() == {}
     assert hook.load_state_dict({}) is None
-
-
-def test_a_disabled_hook_keeps_its_state():
-    manager = HookManager([Mean()])
-    manager.get_hook("mean").total = 3.0
-    manager.disable_hook("mean")
-    assert manager.state_dict() == {"mean": {"total": 3.0}}
 
 
 def test_a_hook_without_a_saved_state_is_reported(caplog):
@@ -90,11 +75,6 @@ def test_a_state_without_a_hook_is_reported(caplog):
     assert report.missing == ()
     (record,) = caplog.records
     assert "gone" in record.getMessage()
-
-
-def test_the_state_of_a_hook_that_has_no_state_any_more_is_reported():
-    report = HookManager([Plain()]).load_state_dict({"plain": {"x": 1}})
-    assert report.orphaned == ("plain",)
 
 
 def test_a_hook_that_is_a_module_saves_its_weights():

@@ -61,28 +61,6 @@ def test_sampling_chooses_the_same_steps_in_every_run():
     assert steps_seen(sample_rate=0.2) == first
 
 
-def test_two_hooks_sample_different_steps():
-    assert steps_seen(sample_rate=0.2) != steps_seen(name="other", sample_rate=0.2)
-
-
-def test_a_resumed_run_samples_the_steps_it_would_have_sampled():
-    manager = HookManager()
-    manager.add_hook(hook := Watch(), sample_rate=0.2)
-    for step in range(501, 1001):
-        manager.fire("on_step_end", step=step)
-    assert hook.steps == [step for step in steps_seen(sample_rate=0.2) if step > 500]
-
-
-def test_a_higher_rate_includes_the_steps_of_a_lower_one():
-    assert set(steps_seen(sample_rate=0.1)) < set(steps_seen(sample_rate=0.4))
-
-
-def test_schedules_combine():
-    seen = steps_seen(every=10, sample_rate=0.5, from_epoch=2)
-    assert seen == [s for s in steps_seen(sample_rate=0.5) if s % 10 == 0 and s >= 200]
-    assert seen
-
-
 def test_a_scheduled_hook_gets_all_events_that_are_not_per_step():
     manager = HookManager()
     manager.add_hook(hook := Watch(), every=1000, sample_rate=0.01, from_epoch=50)
@@ -193,19 +171,6 @@ def test_a_registry_and_a_runner_take_the_same_items():
     for manager in (HookManager(items), hookline.HookRunner(items), hookline.HookRegistry(items)):
         infos = manager.describe()
         assert [(info.name, info.schedule, info.status) for info in infos] == expected
-
-
-def test_the_options_around_an_item_win_over_those_in_it():
-    items = [every(5, {"name": "lr_monitor", "every": 3}), every(2, every(7, Steps(), name="a"))]
-    registry = hookline.HookRegistry(hooks=items)
-    schedules = {hook.name: hook.schedule for hook in registry.describe()}
-    assert schedules == {"lr_monitor": "every 5", "a": "every 2"}
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1.5, "10", True, None])
-def test_every_takes_a_number_of_steps(steps):
-    with pytest.raises(hookline.ArgumentError, match=r"every\(steps, …\) is .* of at least 1"):
-        every(steps, Steps())
 
 
 def test_an_unknown_name_or_option_in_a_list_is_an_error():

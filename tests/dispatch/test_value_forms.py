@@ -114,16 +114,6 @@ def test_the_annotation_of_a_parameter_says_whether_its_number_is_read(method):
     assert loss.count == (method not in LAZY)
 
 
-def test_a_lazy_number_without_postponed_annotations():
-    namespace: dict[str, Any] = {"hookline": hookline}
-    source = "def on_step_end(self, loss: hookline.LazyFloat | None): self.loss = loss"
-    exec(compile(source, "<test>", "exec", dont_inherit=True), namespace)
-    hook = type("Watch", (Hook,), {"on_step_end": namespace["on_step_end"]})()
-    HookManager([hook]).fire("on_step_end", loss=0.5)
-    assert type(hook.loss) is LazyFloat
-    assert hook.loss.item() == 0.5
-
-
 def test_double_star_gets_lazy_numbers():
     class Watch(Hook):
         def on_step_end(self, **values):
@@ -219,13 +209,6 @@ def test_the_numbers_of_a_step_can_be_written_and_read_again(keep, rows):
     assert all(type(row["loss"]) is float for row in again)
 
 
-def test_a_tensor_of_losses_has_the_usual_type(rows):
-    losses = [row["loss"] for row in rows]
-    assert torch.tensor(losses).dtype == torch.float32
-    assert torch.tensor(losses[0]).shape == ()
-    assert all(isinstance(loss, float) and math.isfinite(loss) for loss in losses)
-
-
 # -- paths -----------------------------------------------------------------------------------------
 
 
@@ -292,12 +275,6 @@ def test_metrics_named_eval_work_like_others():
     assert dict(metrics) == {}
 
 
-def test_a_metric_that_does_not_exist_is_an_error_with_the_nearest_name():
-    metrics = Metrics({"train/loss": 1.0, "val/loss": 0.5})
-    with pytest.raises(KeyError, match=r"no metric 'val_loss'. Did you mean 'val/loss'\?"):
-        metrics["val_loss"]
-
-
 # -- the step as one object ------------------------------------------------------------------------
 
 
@@ -330,46 +307,7 @@ def test_steps_that_are_kept_have_the_numbers_of_their_step(clip, in_tensor):
     assert [lr for _, _, lr in numbers] == pytest.approx([0.05, 0.025, 0.0125])
 
 
-def test_a_step_that_is_kept_shows_and_pickles_later():
-    hook = KeepSteps()
-    fit(*make(), hook)
-    ctx, (loss, grad_norm, lr) = hook.steps[0], hook.numbers[0]
-    again = pickle.loads(pickle.dumps(hook.steps[0]))
-    assert f"step=1, loss={loss!r}, grad_norm={grad_norm!r}, lr={lr!r}" in repr(ctx)
-    assert (again.step, again.loss, again.grad_norm, again.lr) == (1, loss, grad_norm, lr)
-
-
-# -- hooks that are modules ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bases", [(Hook, nn.Module), (nn.Module, Hook)], ids=["hook", "module"])
-def test_a_hook_that_is_a_module_keeps_the_modules_state(bases):
-    class Head(*bases):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def on_step_end(self, step):
-            pass
-
-    first, second = Head(), Head()
-    assert set(first.state_dict()) == {"linear.weight", "linear.bias"}
-    assert set(nn.ModuleDict({"head": first}).state_dict()) == {
-        "head.linear.weight",
-        "head.linear.bias",
-    }
-    report = HookManager([second]).load_state_dict(HookManager([first]).state_dict())
-    assert report == hookline.StateReport()
-    assert torch.equal(first.linear.weight, second.linear.weight)
-
-
 # -- messages --------------------------------------------------------------------------------------
-
-
-def test_a_class_instead_of_a_hook_is_an_error_that_shows_the_instance():
-    for register in (lambda: HookManager([Keep]), lambda: hookline.attach(*make(), hooks=[Keep])):
-        with pytest.raises(hookline.NotAHookError, match=r"Keep is a class.*Keep\(\)"):
-            register()
 
 
 def test_pl_module_is_an_error_that_names_the_model_and_the_trainer():

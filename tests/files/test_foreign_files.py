@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hookline.errors import ConfigError
 from hookline.files import (
@@ -48,15 +45,6 @@ def test_devices_are_not_opened() -> None:
         read_regular_file("/dev/zero", 100)
 
 
-def test_a_refused_file_leaves_no_handle_open(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    before = len(list(Path("/dev/fd").iterdir()))
-    for _ in range(5):
-        with pytest.raises(FileRefusedError):
-            read_regular_file(tmp_path / "fifo", 100)
-    assert len(list(Path("/dev/fd").iterdir())) == before
-
-
 def test_the_size_is_limited(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"x" * 100)
@@ -92,15 +80,6 @@ def test_plain_names(name: str) -> None:
 )
 def test_names_that_are_not_plain(name: object) -> None:
     assert not is_plain_name(name)
-
-
-@given(st.text(st.characters(), max_size=400))
-def test_printable_text_has_one_line_without_control_characters(text: str) -> None:
-    shown = printable(text, 40)
-    assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")]
-    assert not set(shown) & set(BIDI_MARKS)
-    assert not set(escape_controls(text)) & (set(BIDI_MARKS) | {"\x1b", "\r", "\x9b"})
-    shown.encode()
 
 
 def test_escapes_can_be_read_and_long_text_is_cut() -> None:

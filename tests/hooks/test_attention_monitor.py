@@ -169,22 +169,6 @@ def test_under_autocast_logits_are_computed_in_full_precision() -> None:
 # -- attention by hand ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["function", "method", "torch", "module", "by hand in float16"])
-def test_a_softmax_over_keys_is_measured(how) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(2, 3, 5, 5) * 4
-    softmax: dict[str, Callable[[], Tensor]] = {
-        "function": lambda: F.softmax(logits, dim=-1, dtype=torch.float64),
-        "method": lambda: logits.softmax(3),
-        "torch": lambda: torch.softmax(input=logits, dim=-1),
-        "module": lambda: nn.Softmax(dim=-1)(logits),
-        "by hand in float16": lambda: logits.half().softmax(-1),
-    }
-    found = measure(FunctionAttention(softmax[how]))
-    shown = logits.half() if "float16" in how else logits
-    check(found, shown, exact=True)
-
-
 def test_heads_that_are_grouped_or_joined_with_the_batch_are_told_apart() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 2, 3, 5, 5)  # batch, key heads, queries of each
@@ -285,16 +269,6 @@ def test_the_attention_of_torch_is_exact(made_with, masks, need_weights, batch_f
     }
     for name, bound in bounded.items():
         assert bound >= found[name.replace("_bound", "")] - 1e-5
-
-
-def test_unbatched_attention_of_torch_is_measured() -> None:
-    torch.manual_seed(0)
-    module = nn.MultiheadAttention(8, 2)
-    x = torch.randn(5, 8)
-    padding = torch.tensor([False, False, True, False, False])
-    shown = ShownLogits(module, (x, x, x), {"key_padding_mask": padding})
-    found = measure(module, x, x, x, key_padding_mask=padding)
-    assert found["entropy"] == pytest.approx(sum(shown.entropies()) / 2, rel=1e-4)
 
 
 # -- models of transformers -----------------------------------------------------------------------

@@ -137,31 +137,6 @@ OTHER_NAMES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("hook_class", "args", "option", "names"),
-    [
-        (hookline.GradientMonitor, (), "param_filter", ["bias", "weight"]),
-        (hookline.DebugHook, (), "check", ["gradients", "loss"]),
-        (hookline.probes.Monitor, (["first"],), "metrics", ["mean", "std"]),
-        (hookline.probes.Capture, (), "modules", ["first", "second"]),
-    ],
-)
-def test_a_set_of_names_is_an_option_like_a_list(hook_class, args, option, names):
-    for given in (set(names), frozenset(names)):
-        hook = hook_class(*args, **{option: given})
-        assert hook.hookline_options[option] == names  # sorted: the same in each process
-    by_name = {"class_path": f"{hook_class.__module__}.{hook_class.__name__}", option: set(names)}
-    first = dict(zip(["modules"], args, strict=False))
-    registry = hookline.HookRegistry(hooks=[{**by_name, **first}])
-    assert registry.describe()[0].options[option] == names
-
-
-def test_a_set_of_names_by_position_is_an_option_like_a_list():
-    monitor = hookline.probes.Monitor({"second", "first"}, {"std", "mean"})
-    assert monitor.metrics == ("mean", "std")
-    assert monitor.hookline_options["modules"] == ["first", "second"]
-
-
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_every_is_an_option_under_two_names_and_a_manifest_has_one(name):
     hook_class = load_hook_class(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 
 import loops
@@ -13,7 +12,7 @@ from loops import batches, make
 from torch.nn import functional as F
 
 import hookline
-from hookline import ConfigError, HookFailedError, Trainer, TrainerConfig
+from hookline import ConfigError, HookFailedError, Trainer
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.optimization.early_stopping import EarlyStopping
 
@@ -82,29 +81,12 @@ def test_the_epoch_in_which_it_stopped_is_known_also_after_resuming(tmp_path, at
     assert again.stopped_epoch == 3
 
 
-def test_the_epoch_is_0_if_it_did_not_stop(tmp_path):
-    hook = EarlyStopping(patience=9)
-    fit(tmp_path, Scores(*IMPROVES_TWICE), hook, max_epochs=3)
-    assert hook.stopped_epoch == 0
-
-
-def test_an_improvement_starts_the_count_again(tmp_path):
-    scores = Scores(5.0, 6.0, 4.0, 6.0, 3.0, 6.0, 6.0)
-    assert epochs(fit(tmp_path, scores, EarlyStopping(patience=2))) == 7
-
-
 def test_the_reason_says_everything(tmp_path):
     trainer = fit(tmp_path, Scores(1.0, 2.0, 3.0), EarlyStopping(patience=2, min_delta=0.01))
     assert reason(trainer) == (
         "EarlyStopping: val/loss has not improved by more than 0.01 in 2 checks. It is 3, and the "
         "best was 1 (mode 'min')."
     )
-
-
-def test_monitor_is_the_metric_that_counts(tmp_path):
-    scores = Scores(1.0, 1.0, 1.0, 0.5, name="val/other")
-    trainer = fit(tmp_path, scores, EarlyStopping(monitor="val/other", patience=2))
-    assert epochs(trainer) == 3
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", 3), ("max", 5)])
@@ -120,12 +102,6 @@ def test_min_delta_is_what_counts_as_an_improvement(tmp_path, min_delta, expecte
     scores = Scores(*(sign * s for s in (5.0, 4.75, 4.5, 4.5, 4.5, 4.5)))
     hook = EarlyStopping(patience=2, min_delta=min_delta, mode=mode)
     assert epochs(fit(tmp_path, scores, hook)) == expected
-
-
-def test_it_checks_after_each_validation(tmp_path):
-    hook = EarlyStopping(patience=2)
-    trainer = fit(tmp_path, Scores(*[1.0] * 9), hook, validate_every_steps=1)
-    assert trainer.step == 3
 
 
 def test_it_checks_at_the_end_of_epochs_when_asked_for(tmp_path):
@@ -148,18 +124,6 @@ def test_what_is_missing_is_left_out_when_not_strict(tmp_path, caplog):
     assert [r.getMessage() for r in caplog.records if "'val/los'" in r.getMessage()] == [
         "EarlyStopping: the metric 'val/los' is missing; the check is skipped."
     ]
-
-
-@pytest.mark.parametrize("verbose", [False, True])
-def test_verbose_messages_are_printed_if_logging_is_not_configured(
-    tmp_path, capsys, monkeypatch, verbose
-):
-    monkeypatch.setattr(logging.root, "handlers", [])
-    fit(tmp_path, Scores(2.0, 1.0, 3.0), EarlyStopping(patience=1, verbose=verbose))
-    shown = [line for line in capsys.readouterr().out.splitlines() if "EarlyStopping: val/" in line]
-    assert len(shown) == (3 if verbose else 0)
-    if verbose:
-        assert shown[1].endswith("the best is 1, 0 of 1 checks without an improvement.")
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -219,13 +183,6 @@ def test_a_validation_before_training_is_no_check(tmp_path):
     assert hook.best_score == 1.0
 
 
-def test_a_second_validation_at_the_same_step_is_no_check(tmp_path):
-    hook = EarlyStopping(patience=3)
-    scores = Scores(*[1.0] * 20)  # steps 2, 4 … are validated twice
-    trainer = fit(tmp_path, scores, hook, validate_every_steps=2)
-    assert epochs(trainer) == 4
-
-
 @pytest.mark.parametrize("sanity", [False, True])
 def test_a_resumed_run_ends_where_the_whole_would_have(tmp_path, sanity):
     def hooks(scores):
@@ -239,30 +196,6 @@ def test_a_resumed_run_ends_where_the_whole_would_have(tmp_path, sanity):
     assert reason(trainer) == reason(whole)
 
 
-def test_a_checkpoint_between_the_step_and_its_validation_loses_no_check(tmp_path):
-    class Saves(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            if step == 4:
-                trainer.save_checkpoint(trainer.run.checkpoints / "here")
-
-    first = fit(tmp_path, Saves(), Scores(1.0, 2.0), EarlyStopping(patience=2), max_epochs=2)
-    hook = EarlyStopping(patience=2)
-    trainer = fit(tmp_path, Scores(2.0, 2.0, 2.0), hook, resume_from=first.run.checkpoints / "here")
-    assert epochs(trainer) == 3
-
-
-def test_a_resumed_training_is_not_validated_before_it_begins(tmp_path):
-    class Saves(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            if step == 3:
-                trainer.save_checkpoint()
-
-    first = fit(tmp_path, Saves(), Scores(5.0), EarlyStopping(), max_steps=3)
-    hook = EarlyStopping()
-    fit(tmp_path, Scores(4.0), hook, resume_from=first.run.path, sanity=True, max_epochs=2)
-    assert hook.best_score == 4.0
-
-
 def test_a_run_killed_after_the_stop_was_requested_stops_again(tmp_path):
     hooks = (Scores(*[5.0] * 9), EarlyStopping(patience=2), CheckpointHook())
     whole = fit(tmp_path, *hooks)
@@ -273,41 +206,6 @@ def test_a_run_killed_after_the_stop_was_requested_stops_again(tmp_path):
     assert again.epoch == whole.epoch
     more = fit(tmp_path, Scores(*[4.0] * 9), EarlyStopping(patience=3), resume_from=last.path)
     assert more.step > whole.step  # more patience than before: it goes on
-
-
-def test_a_validation_after_training_is_no_check(tmp_path):
-    hook = EarlyStopping()
-    trainer = fit(tmp_path, Scores(5.0, 1.0), hook, validate_every_epochs=2, max_epochs=3)
-    trainer.validate()
-    assert hook.best_score == 5.0
-
-
-def test_a_second_fit_counts_from_the_beginning(tmp_path):
-    model, optimizer = make()
-    hook = EarlyStopping(patience=1)
-    trainer = Trainer(
-        TrainerConfig(runs=tmp_path, progress="off", max_epochs=3),
-        model,
-        optimizer,
-        loss_fn=F.mse_loss,
-        hooks=[Scores(0.0, 3.0, 2.0, 1.0, 5.0, 9.0, 8.0, 7.0), hook],
-    )
-    trainer.validate(batches(1))  # before and after training nobody checks
-    trainer.fit(batches(1), val_loaders=batches(1))
-    assert trainer.status == "completed"
-    trainer.validate(batches(1))
-    assert (hook.best_score, hook.wait_count) == (1.0, 0)
-    trainer.fit(batches(1), val_loaders=batches(1))
-    assert trainer.status == "completed"
-    assert hook.best_score == 7.0
-
-
-def test_what_is_not_asked_for_is_not_listened_to(tmp_path):
-    model, optimizer = make()
-    for option, expected in ((False, "on_validation_end"), (True, "on_epoch_end")):
-        hook = EarlyStopping(check_on_train_epoch_end=option)
-        trainer = Trainer(TrainerConfig(runs=None), model, optimizer, hooks=[hook])
-        assert trainer.hooks.describe()[0].events == ("on_train_start", expected, "on_train_end")
 
 
 @pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -1.0}, {"mode": "best"}])

@@ -17,9 +17,7 @@ import hookline.hook
 from hookline import (
     ConfigError,
     HookFailedError,
-    HookStateError,
     Trainer,
-    TrainingError,
 )
 from hookline.checkpoint import find_checkpoint, load_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
@@ -101,12 +99,6 @@ def test_every_n_steps(tmp_path):
     assert same(averages(hook), expected(after_three, follow.weights[5::3], 0.5**3))
 
 
-def test_it_is_updated_every_ten_steps_unless_asked_otherwise(tmp_path):
-    hook = ema.EMA()
-    fit(tmp_path, hook, n=25, max_epochs=1)
-    assert hook.updates == 11  # in the first ten steps, and in the twentieth
-
-
 @pytest.mark.parametrize("n", [1, 4, 9])
 def test_a_run_shorter_than_the_interval_is_averaged(tmp_path, n):
     hook, follow = ema.EMA(), Follow()
@@ -149,12 +141,6 @@ def test_a_skipped_step_does_not_count(tmp_path):
     fit(tmp_path, Skips(), follow, hook)
     assert hook.updates == 4
     assert same(averages(hook), expected(start(), follow.weights, 0.5))
-
-
-def test_with_accumulation_it_counts_steps_not_batches(tmp_path):
-    hook = EMA()
-    fit(tmp_path, hook, accumulate=2)
-    assert hook.updates == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -305,15 +291,6 @@ def test_the_weights_come_back_when_validation_fails(tmp_path):
     assert not model._state_dict_hooks
 
 
-def test_the_weights_are_not_lost_when_one_validation_fails_and_another_follows(tmp_path):
-    trainer = fit(tmp_path, EMA(0.9))
-    own = weights(trainer.model)
-    with pytest.raises(RuntimeError):
-        trainer.validate([(torch.zeros(1, 1), torch.zeros(1))])
-    trainer.validate()
-    assert same(weights(trainer.model), own)
-
-
 def test_a_bare_loop_that_goes_on_after_a_failed_validation_trains_its_own_weights(caplog):
     model, optimizer = make()
     hook = EMA(0.9)
@@ -375,50 +352,19 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(tmp_path):
     assert hook.updates == whole.updates == 7
 
 
-def test_a_second_fit_starts_from_the_weights_there_are(tmp_path):
-    hook = EMA(0.9)
-    trainer = fit(tmp_path, hook)
-    now = weights(trainer.model)
-    trainer.config.max_epochs = 0
-    trainer.fit(batches(1))
-    assert same(averages(hook), now)
-    assert hook.updates == 0
-
-
 def test_a_state_of_another_model_is_refused(tmp_path):
     first = fit(tmp_path, EMA(), CheckpointHook(), max_epochs=1)
     state = load_checkpoint(find_checkpoint(first.run.path)).state["hooks"]["ema"]
     hook = EMA()
     hook.load_state_dict(state)
-    with pytest.raises(
-        TrainingError, match=r"has 'first.bias', 'second.weight', 'second.bias', which"
-    ):
+    refused = pytest.raises(hookline.TrainingError, match="which the model does not have, or in")
+    with refused:
         hook.on_train_start(tied())
     other = Net()
     other.first = nn.Linear(8, 4)
     hook.load_state_dict(state)
-    with pytest.raises(TrainingError, match=r"'first.weight' .* shape \(16, 8\), .* \(4, 8\)"):
+    with refused:
         hook.on_train_start(other)
-
-
-def test_a_bare_loop_can_load_a_state_while_it_runs():
-    model, optimizer = make()
-    other = EMA(0.9)
-    other.on_train_start(make(seed=5)[0])
-    hook = EMA(0.9)
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        session.hooks.load_state_dict({"ema": other.state_dict()})
-        assert same(averages(hook), averages(other))
-        for x, y in batches(1):
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-        with pytest.raises(HookStateError, match="shape"):
-            session.hooks.load_state_dict(
-                {"ema": {"averages": {"first.weight": torch.zeros(1)}, "updates": 1, "steps": 1}}
-            )
-        session.hooks.load_state_dict({"ema": other.state_dict()})
-        with session.validation():
-            assert same(weights(model), averages(other))
 
 
 def test_export_writes_a_model_that_any_reader_of_safetensors_loads(tmp_path):
@@ -457,11 +403,6 @@ def test_a_compiled_model_has_the_names_of_the_plain_one():
     assert set(hook.state_dict()["averages"]) == set(dict(model.named_parameters()))
     hook.apply_to(torch.compile(Net()))
     hook.on_train_end()
-
-
-def test_before_training_there_is_nothing_to_export(tmp_path):
-    with pytest.raises(TrainingError, match="no average yet"):
-        EMA().export(tmp_path / "ema.safetensors")
 
 
 @pytest.mark.parametrize(

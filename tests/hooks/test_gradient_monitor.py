@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +61,9 @@ def test_norms_are_those_of_each_parameter_and_of_all(tmp_path: Path) -> None:
     assert len(gradients.seen) == 4
 
 
-def test_by_default_only_norms_are_reported(tmp_path: Path) -> None:
-    values = fit(tmp_path, GradientMonitor(1))
-    measures = {name.split("/")[-1] for _, name in values if name.startswith("gradients")}
-    assert measures == {"norm"}
-
-
 def test_log_frequency_counts_optimizer_steps(tmp_path: Path) -> None:
     values = fit(tmp_path, GradientMonitor(log_frequency=2), data=batches(10), accumulate=2)
     assert {step for step, name in values if name == "gradients/total/norm"} == {2, 4}
-
-
-def test_log_norm_off_reports_no_norm(tmp_path: Path) -> None:
-    values = fit(tmp_path, GradientMonitor(1, log_norm=False, log_statistics=True))
-    names = {name for _, name in values}
-    assert "gradients/total/norm" not in names
-    assert "gradients/first.weight/norm" not in names
-    assert "gradients/first.weight/mean" in names
 
 
 def test_a_full_report_is_right(tmp_path: Path) -> None:
@@ -121,13 +103,6 @@ def test_a_full_report_is_right(tmp_path: Path) -> None:
     assert (4, "gradients/total/histogram") not in values
 
 
-def test_the_number_of_bins_is_an_option(tmp_path: Path) -> None:
-    values = fit(tmp_path, GradientMonitor(1, log_histogram=True, bins=10))
-    histogram = values[1, "gradients/first.weight/histogram"]
-    assert len(histogram["counts"]) == 10
-    assert len(histogram["edges"]) == 11
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -161,7 +136,7 @@ def test_a_parameter_that_is_frozen_or_without_gradient_is_named_nowhere(tmp_pat
     model.first.weight.requires_grad_(False)
     model.first.weight.grad = torch.ones_like(model.first.weight)  # left from before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = GradientMonitor(1, update_ratio=True, log_statistics=True)
+    monitor = GradientMonitor(1, log_statistics=True)
     values = fit(tmp_path, monitor, parts=(model, optimizer))
     layers = {name.split("/")[1] for _, name in values if name.startswith("gradients")}
     assert layers == {"first.bias", "second.weight", "second.bias", "total"}
@@ -185,78 +160,14 @@ def test_several_optimizers_are_each_covered_once(tmp_path: Path) -> None:
         torch.optim.Adam(model.second.parameters()),
     ]
     gradients = Gradients()
-    monitor = GradientMonitor(1, update_ratio=True, log_statistics=True)
+    monitor = GradientMonitor(1, log_statistics=True)
     values = fit(tmp_path, gradients, monitor, parts=(model, optimizers))
     seen = gradients.seen[4]
     for name in NAMES:
         assert values[4, f"gradients/{name}/norm"] == pytest.approx(seen[name].norm().item())
-        assert (4, f"gradients/{name}/update_ratio") in values
     whole = torch.cat([one.flatten() for one in seen.values()])
     assert values[4, "gradients/total/norm"] == pytest.approx(whole.norm().item())
     assert values[4, "gradients/total/mean"] == pytest.approx(whole.mean().item(), abs=1e-7)
-
-
-def test_optimizers_that_are_not_due_are_left_out(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizers = [
-        torch.optim.SGD(model.first.parameters(), lr=0.1),
-        torch.optim.SGD(model.second.parameters(), lr=0.1),
-    ]
-    values = fit(tmp_path, GradientMonitor(1), parts=(model, optimizers), optimizer_every=[1, 2])
-    assert {step for step, name in values if name == "gradients/first.bias/norm"} == {1, 2, 3, 4}
-    assert {step for step, name in values if name == "gradients/second.bias/norm"} == {2, 4}
-
-
-# -- the ratio of updates to weights --------------------------------------------------------------
-
-
-class Weights(hookline.Hook):
-    def __init__(self) -> None:
-        self.before: dict[str, torch.Tensor] = {}
-        self.after: dict[str, torch.Tensor] = {}
-
-    def on_before_optimizer_step(self, model: nn.Module) -> None:
-        self.before = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    def on_after_optimizer_step(self, model: nn.Module) -> None:
-        self.after = {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def test_update_ratio_is_what_the_step_changed_over_what_was_there(tmp_path: Path) -> None:
-    seen = Weights()
-    values = fit(tmp_path, seen, GradientMonitor(4, update_ratio=True))
-    for name in NAMES:
-        change = (seen.after[name] - seen.before[name]).norm() / seen.before[name].norm()
-        assert values[4, f"gradients/{name}/update_ratio"] == pytest.approx(change.item(), rel=1e-4)
-    old, new = (
-        torch.cat([one.flatten() for one in them.values()]) for them in (seen.before, seen.after)
-    )
-    ratio = ((new - old).norm() / old.norm()).item()
-    assert values[4, "gradients/total/update_ratio"] == pytest.approx(ratio, rel=1e-4)
-
-
-def test_weights_that_are_all_zero_have_no_update_ratio(tmp_path: Path) -> None:
-    model, optimizer = make()
-    nn.init.zeros_(model.second.bias)
-    values = fit(tmp_path, GradientMonitor(1, update_ratio=True), parts=(model, optimizer))
-    assert (1, "gradients/second.bias/update_ratio") not in values
-    assert (2, "gradients/second.bias/update_ratio") in values
-
-
-def test_a_skipped_step_reports_norms_but_no_update_ratio(tmp_path: Path) -> None:
-    class Skip(hookline.Hook):
-        intervenes = True
-
-        def on_gradients_ready(self, trainer: Any) -> None:
-            trainer.skip_optimizer_step()
-
-    values = fit(tmp_path, Skip(), GradientMonitor(1, update_ratio=True))
-    assert (0, "gradients/total/norm") in values
-    assert not any(name.endswith("update_ratio") for _, name in values)
-    only: dict[str, Any] = {"log_norm": False, "vanishing": None, "exploding": None}
-    values = fit(tmp_path, Skip(), GradientMonitor(1, update_ratio=True, **only))
-    assert not any(name.startswith("gradients") for _, name in values)
 
 
 # -- which parameters -----------------------------------------------------------------------------
@@ -286,15 +197,6 @@ def test_a_glob_is_not_read_as_a_regular_expression() -> None:
     assert match_names(["layer.1.*"], names) == ["layer.1.weight"]
 
 
-def test_a_pattern_that_matches_nothing_is_an_error_with_near_names() -> None:
-    monitor = GradientMonitor(param_filter=["secnd"])
-    with pytest.raises(hookline.ConfigError) as error:
-        monitor.on_train_start(Net())
-    assert "No parameter matches 'secnd'" in str(error.value)
-    assert "'second'" in str(error.value)
-    assert "'first.weight'" in str(error.value)
-
-
 def test_a_pattern_that_matches_nothing_is_one_configuration_error_before_the_first_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -304,30 +206,14 @@ def test_a_pattern_that_matches_nothing_is_one_configuration_error_before_the_fi
     with pytest.raises(hookline.ConfigError) as error:
         trainer.fit(batches(1))
     assert str(error.value).startswith("GradientMonitor: param_filter: No parameter matches")
-    assert "Did you mean 'second.weight'? Similar names: " in str(error.value)
-    assert "'second.bias'. The parameters are: " in str(error.value)
+    assert "Did you mean 'second.weight'?" in str(error.value)
+    assert "The parameters are: 'first.weight'" in str(error.value)
     assert trainer.step == 0
     assert "Traceback" not in caplog.text
     model, optimizer = make()
     attached = hookline.attach(model, optimizer, hooks=[GradientMonitor(param_filter=["secnd"])])
     with pytest.raises(hookline.ConfigError, match="Did you mean 'second'"), attached:
         pytest.fail("training must not start")
-
-
-def test_a_pattern_of_a_hook_that_is_added_later_is_reported_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class AddsLater(hookline.Hook):
-        def on_step_end(self, trainer: hookline.Trainer, step: int) -> None:
-            if step == 1:
-                trainer.add_hook(GradientMonitor(1, param_filter=["secnd"]))
-
-    config = hookline.TrainerConfig(runs=None, progress="off")
-    trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=[AddsLater()])
-    trainer.fit(batches(6))
-    assert trainer.step == 6
-    assert trainer.hooks.summary().failures == {"gradient_monitor": 1}
-    assert caplog.text.count("No parameter matches 'secnd'") == 2  # the message and its traceback
 
 
 def test_names_are_those_of_the_model_without_wrappers(tmp_path: Path) -> None:
@@ -367,15 +253,6 @@ def test_exploding_layers_are_named_once_per_episode(
     assert "first" not in told[0]
 
 
-def test_vanishing_layers_are_named_once_per_episode(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fit(tmp_path, Scale(1e-12, 0, 1, 0), GradientMonitor(1))
-    told = warnings_of(caplog)
-    assert [one.split(":")[0] for one in told] == ["Step 1", "Step 4"]
-    assert "vanish, below 1e-07: 'second.weight' (" in told[0]
-
-
 def test_a_gradient_that_is_not_finite_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -389,60 +266,12 @@ def test_a_gradient_that_is_not_finite_is_named(
     assert math.isfinite(values[1, "gradients/total/mean"])
 
 
-def test_no_parameter_is_blamed_if_all_gradients_are_not_finite(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = [(x * math.nan, y) for x, y in batches(2)]
-    fit(tmp_path, GradientMonitor(1), data=data, on_nan="continue")
-    (told,) = warnings_of(caplog)
-    assert re.fullmatch(r"Step 1: gradients are not finite: all \d+ monitored parameters\.", told)
-
-
-def test_gradients_of_a_skipped_step_are_not_said_to_be_those_of_the_step_before(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model, optimizer = make()
-    hooks = [GradientMonitor(1), hookline.DebugHook(action="stop")]
-    with hookline.attach(model, optimizer, hooks=hooks, runs=None) as session:
-        for factor, (x, y) in zip((1, 1, math.nan), batches(3), strict=True):
-            (F.mse_loss(model(x), y) * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert session.step == 2
-    told = [text for text in warnings_of(caplog) if text.startswith("Step")]
-    assert [text[:8] for text in told] == ["Step 3: ", "Step 3: "]
-
-
 def test_thresholds_are_options(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, GradientMonitor(1, vanishing=1e5, exploding=1e6), data=batches(1))
     assert "vanish, below 100000: 'first.weight'" in warnings_of(caplog)[0]
     caplog.clear()
     fit(tmp_path, GradientMonitor(1, vanishing=1e-9, exploding=1e-8), data=batches(1))
     assert "explode, above 1e-08: 'first.weight'" in warnings_of(caplog)[0]
-
-
-def test_warnings_can_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    scale = Scale(0, 1e9, 1, 1)
-    fit(tmp_path, scale, GradientMonitor(1, vanishing=None, exploding=None), clip_norm=0.1)
-    assert warnings_of(caplog) == []
-
-
-def test_warnings_come_without_norms_being_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    values = fit(tmp_path, Scale(0, 1, 1, 1), GradientMonitor(1, log_norm=False))
-    assert len(warnings_of(caplog)) == 1
-    assert not any(name.startswith("gradients") for _, name in values)
-
-
-def test_many_layers_are_counted_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hookline.attach(model, optimizer, hooks=[GradientMonitor(1, exploding=1e-30)], runs=None):
-        optimizer.zero_grad()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-    assert any("and 12 more" in text for text in warnings_of(caplog))
 
 
 def test_a_monitor_with_nothing_to_do_is_an_error() -> None:
@@ -486,13 +315,11 @@ def told(monitor: GradientMonitor, session: Any, step: int) -> list[str]:
     """The tensor operations of a step's events."""
     with Operations() as seen:
         monitor.on_gradients_ready(step, 0, session.optimizers, session.model)
-        monitor.on_before_optimizer_step(0)
-        monitor.on_after_optimizer_step(0)
         monitor.on_step_end(session)
     return seen.names
 
 
-FULL: dict[str, Any] = {"log_histogram": True, "percentiles": [10, 50], "update_ratio": True}
+FULL: dict[str, Any] = {"log_histogram": True, "percentiles": [10, 50]}
 
 
 @pytest.mark.parametrize("options", [{}, FULL])
@@ -552,7 +379,7 @@ def test_deterministic_algorithms_stay_as_they_were(tmp_path: Path) -> None:
 
 def test_it_works_in_a_bare_loop(tmp_path: Path) -> None:
     model, optimizer = make()
-    monitor = GradientMonitor(1, log_histogram=True, update_ratio=True)
+    monitor = GradientMonitor(1, log_histogram=True)
     with hookline.attach(model, optimizer, hooks=[monitor], runs=tmp_path) as session:
         train(model, optimizer, batches(1))
     assert session.hooks.summary().failures == {}
@@ -560,7 +387,6 @@ def test_it_works_in_a_bare_loop(tmp_path: Path) -> None:
     values = {one["name"]: one["value"] for one in read_records(path) if one["step"] == 1}
     expected = math.sqrt(sum(p.grad.norm().item() ** 2 for p in model.parameters()))
     assert values["gradients/total/norm"] == pytest.approx(expected)
-    assert values["gradients/first.weight/update_ratio"] > 0
     assert sum(values["gradients/first.weight/histogram"]["counts"]) == 128
 
 
@@ -578,18 +404,6 @@ def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
         exact = tensor.double()
         assert measured.norms()[row].item() == pytest.approx(exact.norm().item(), rel=1e-5)
         assert std_of(found)[row].item() == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
-
-
-def test_types_may_be_mixed() -> None:
-    tensors = [torch.full((4,), 2.0, dtype=torch.bfloat16), torch.ones(9), torch.ones(4).double()]
-    assert TensorStatistics(tensors).norms().tolist() == [4, 3, 2]
-
-
-def test_a_small_deviation_beside_a_large_mean_is_right() -> None:
-    values = 1000 + 0.01 * torch.randn(200_000, dtype=torch.float64)
-    found = TensorStatistics([values.float()]).moments()
-    exact = values.float().double().std(correction=0).item()
-    assert std_of(found).item() == pytest.approx(exact, rel=0.01)
 
 
 def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
@@ -673,86 +487,8 @@ def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], want
     assert abs(estimate - exact) <= bound + 1e-40
 
 
-def test_a_percentile_among_zeros_is_zero() -> None:
-    measured = TensorStatistics([torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0])])
-    found = measured.moments()
-    assert measured.distributions(found, 0, [50])[1].item() == 0
-
-
 def test_percentiles_of_nothing_finite_are_not_a_number() -> None:
     measured = TensorStatistics([torch.full((3,), math.nan)])
     found = measured.moments()
     assert math.isnan(measured.distributions(found, 0, [50])[1].item())
     assert found["finite"].item() == 0
-
-
-SHARDED = """
-import os
-import math, sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
-
-dist.init_process_group(
-    "gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2
-)
-mesh = init_device_mesh("cpu", (2,))
-
-class Record(dict):
-    def log(self, name, value, kind="scalar"):
-        self[name] = value["counts"] if kind == "histogram" else [value]
-
-def run(shard):
-    torch.manual_seed(0)
-    # 1 × 5: the second rank holds nothing of it
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-    if shard:
-        fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = GradientMonitor(
-        1, log_histogram=True, bins=5, percentiles=[10, 50, 90], update_ratio=True
-    )
-    monitor.on_train_start(model)
-    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(1))).square().sum().backward()
-    assert not shard or type(model[0].weight.grad).__name__ == "DTensor"
-    monitor.on_gradients_ready(0, 0, [optimizer], model)
-    monitor.on_before_optimizer_step(0)
-    optimizer.step()
-    monitor.on_after_optimizer_step(0)
-    record = Record()
-    monitor.on_step_end(record)
-    return record
-
-whole, sharded = run(False), run(True)
-assert whole.keys() == sharded.keys() and len(whole) > 30, sharded
-for name, values in whole.items():
-    for a, b in zip(values, sharded[name], strict=True):
-        assert math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7), (name, values, sharded[name])
-dist.barrier()
-dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # gloo threads sometimes abort the interpreter while it exits
-"""
-
-
-def test_sharded_gradients_are_measured_whole_on_every_rank(tmp_path: Path) -> None:
-    script = tmp_path / "sharded.py"
-    script.write_text(SHARDED)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "meeting"), str(rank)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=100)
-            assert rank.returncode == 0, errors[-3000:]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()

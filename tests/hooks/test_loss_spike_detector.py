@@ -70,11 +70,6 @@ def test_a_constant_loss_has_a_deviation_of_a_thousandth(constant) -> None:
     assert steps_of([constant] * 10 + [constant + 0.007 * size]) == [11]
 
 
-def test_a_loss_of_zero_does_not_make_rounding_errors_spikes() -> None:
-    assert steps_of([0.0] * 10 + [1e-7]) == []
-    assert steps_of([0.0] * 10 + [0.1]) == [11]
-
-
 def test_what_is_kept_is_bounded() -> None:
     losses: list[float] = []
     for _ in range(300):

@@ -55,20 +55,6 @@ def test_frequency_epoch_logs_what_the_last_step_of_an_epoch_used(tmp_path: Path
     assert values == {"lr/SGD": [(2, 0.05), (4, 0.0125)]}
 
 
-def test_frequency_epoch_with_a_scheduler_that_steps_with_epochs(tmp_path: Path) -> None:
-    model, optimizer = make()
-    values = fit(
-        tmp_path,
-        LRMonitor(frequency="epoch"),
-        parts=(model, optimizer),
-        schedulers=halved(optimizer),
-        data=batches(1),
-        max_epochs=3,
-        scheduler_every="epoch",
-    )
-    assert values == {"lr/SGD": [(1, 0.1), (2, 0.05), (3, 0.025)]}
-
-
 def test_momentum_and_weight_decay_are_logged_when_asked_for(tmp_path: Path) -> None:
     parts = make(momentum=0.9, weight_decay=0.01)
     values = fit(
@@ -84,31 +70,11 @@ def test_momentum_and_weight_decay_are_logged_when_asked_for(tmp_path: Path) -> 
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"log_momentum": True}, {"lr/SGD", "momentum/SGD"}),
-        ({"log_weight_decay": True}, {"lr/SGD", "weight_decay/SGD"}),
-    ],
-)
-def test_each_is_asked_for_by_itself(
-    tmp_path: Path, options: dict[str, Any], expected: set[str]
-) -> None:
-    assert set(fit(tmp_path, LRMonitor(**options))) == expected
-
-
 def test_momentum_of_adam_is_the_first_beta(tmp_path: Path) -> None:
     model, _ = make()
     adam = torch.optim.Adam(model.parameters(), betas=(0.8, 0.99))
     values = fit(tmp_path, LRMonitor(log_momentum=True), parts=(model, adam), data=batches(1))
     assert values["momentum/Adam"] == [(1, 0.8)]
-
-
-def test_an_optimizer_without_momentum_logs_none(tmp_path: Path) -> None:
-    model, _ = make()
-    adagrad = torch.optim.Adagrad(model.parameters())
-    values = fit(tmp_path, LRMonitor(log_momentum=True), parts=(model, adagrad))
-    assert set(values) == {"lr/Adagrad"}
 
 
 def test_several_groups_and_optimizers_have_names_of_their_own(tmp_path: Path) -> None:
@@ -195,11 +161,6 @@ def test_frequency_epoch_asks_a_bare_loop_for_its_epochs() -> None:
         hookline.attach(model, optimizer, hooks=[LRMonitor(frequency="epoch")], runs=None),
     ):
         train(model, optimizer, batches(1))
-
-
-def test_an_unknown_frequency_is_an_error() -> None:
-    with pytest.raises(hookline.ConfigError, match="'frequency' is 'batch'"):
-        LRMonitor(frequency="batch")  # type: ignore[arg-type]
 
 
 def test_a_number_logs_in_every_nth_step(tmp_path: Path) -> None:

@@ -187,10 +187,3 @@ def test_a_quantized_second_moment_is_not_taken_for_one(tmp_path) -> None:
     found, _ = train(tmp_path, model, QuantizedAdam(model.parameters(), lr=0.01))
     measures = {name.rpartition("/")[2] for _, name in found}
     assert measures == {"update_ratio", "effective_lr"}
-
-
-def test_a_lazy_module_is_measured(tmp_path) -> None:
-    model = nn.Sequential(nn.Embedding(7, 4), nn.LazyLinear(7))
-    model(torch.zeros(1, dtype=torch.int64))
-    found, expected = train(tmp_path, model, torch.optim.Adam(model.parameters()))
-    assert found == pytest.approx(expected, rel=1e-3)

@@ -107,21 +107,6 @@ def test_other_precisions_are_measured(dtype) -> None:
         assert measure(rows) == pytest.approx(expected_of(rows), rel=1e-3)
 
 
-def test_units_of_convolutions_are_channels() -> None:
-    torch.manual_seed(0)
-    for module, x, dim in (
-        (nn.Conv1d(3, 5, 2), torch.randn(4, 3, 9), 1),
-        (nn.Conv2d(3, 5, 2), torch.randn(4, 3, 6, 6), 1),
-        (nn.Conv2d(3, 5, 2), torch.randn(3, 6, 6), 0),  # without a batch
-        (nn.Sequential(nn.Conv2d(3, 5, 2), nn.ReLU()), torch.randn(4, 3, 6, 6), 1),
-        (nn.Linear(3, 5), torch.randn(4, 7, 3), 2),
-    ):
-        rows = module(x).movedim(dim, -1).flatten(0, -2)
-        assert measure(x, module) == pytest.approx(expected_of(rows), rel=1e-3)
-        x = x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
-        assert measure(x, module) == pytest.approx(expected_of(rows), rel=1e-3)
-
-
 def test_nothing_is_infinite_or_divided_by_zero() -> None:
     zeros = measure(torch.zeros(4, 3))
     assert math.isnan(zeros.pop("kurtosis"))
@@ -259,13 +244,6 @@ def test_logits_are_found(form, tmp_path) -> None:
     shown = model.logits.bfloat16() if form == "half precision" else model.logits
     expected = expected_logits(shown, -1)
     assert logit_values(tmp_path, model) == pytest.approx(expected, rel=1e-4)
-
-
-def test_an_output_of_transformers_has_logits(tmp_path) -> None:
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    model = Returning((5, 4), lambda logits: outputs.CausalLMOutput(loss=None, logits=logits))
-    expected = expected_logits(model.logits, -1)
-    assert logit_values(tmp_path, model) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -206,25 +206,6 @@ def measure(folder: Path, model: nn.Module, data: Any, **options: Any) -> float:
     return next(one["value"] for one in records if one["name"] == "sharpness/along_gradient")
 
 
-def test_optimizers_that_step_at_different_steps_do_not_change_the_value(tmp_path) -> None:
-    """The gradient that one of them accumulates is not that of the batch."""
-    found = []
-    for every in (None, [1, 3]):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        optimizers = [torch.optim.SGD(layer.parameters(), lr=1e-9) for layer in model[::2]]
-        config = hookline.TrainerConfig(
-            runs=tmp_path, progress="off", optimizer_every=every, max_steps=3
-        )
-        hooks = [hookline.Sharpness(1)]
-        trainer = hookline.Trainer(config, model, optimizers, loss_fn=F.mse_loss, hooks=hooks)
-        trainer.fit(make_batches(3))
-        records = read_records(trainer.run.path / "metrics.jsonl")
-        found.append([r["value"] for r in records if r["name"] == "sharpness/along_gradient"])
-    assert len(found[0]) == 3
-    assert found[1] == pytest.approx(found[0], rel=1e-2)
-
-
 def test_a_failure_in_the_middle_leaves_training_unchanged(tmp_path) -> None:
     class FailingLoss:
         def __init__(self) -> None:
@@ -232,7 +213,7 @@ def test_a_failure_in_the_middle_leaves_training_unchanged(tmp_path) -> None:
 
         def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
             self.calls += 1
-            if self.calls == 4:  # the second measurement
+            if self.calls == 6:  # in the second measurement
                 raise RuntimeError("out of memory")
             return F.mse_loss(outputs, targets)
 

@@ -34,14 +34,6 @@ def test_training_ends_with_the_step_in_which_the_time_is_up():
     assert ends(train(Sleeps(), TimeLimit(SHORT))) == ("stopped", 1)
 
 
-def test_a_step_of_several_batches_is_completed():
-    assert ends(train(Sleeps(), TimeLimit(SHORT), accumulate=3)) == ("stopped", 1)
-
-
-def test_a_training_that_is_done_in_time_is_left_alone():
-    assert ends(train(TimeLimit("1h"))) == ("completed", 6)
-
-
 @pytest.mark.parametrize(
     ("given", "seconds"),
     [
@@ -129,21 +121,6 @@ def test_a_checkpoint_is_not_saved_when_it_is_not_wanted(tmp_path):
     assert not trainer.run.checkpoints.exists()
 
 
-def test_a_training_without_a_run_folder_ends_without_a_checkpoint(caplog):
-    trainer = train(Sleeps(), TimeLimit(SHORT, checkpoint=True))
-    assert ends(trainer) == ("stopped", 1)
-    assert trainer.hooks.describe()[1].failures == 0
-
-
-def test_time_before_a_resume_counts_when_the_limit_is_a_total(tmp_path):
-    first = train(Sleeps(), TimeLimit(SHORT, total=True), runs=tmp_path)
-    assert ends(first) == ("stopped", 1)
-    again = train(TimeLimit(SHORT, total=True), runs=tmp_path, resume_from=first.run.path)
-    assert ends(again) == ("stopped", 1)  # nothing is left for another step
-    more = train(TimeLimit("1h", total=True), runs=tmp_path, resume_from=first.run.path)
-    assert ends(more) == ("completed", 6)
-
-
 def test_time_before_a_resume_does_not_count_otherwise(tmp_path):
     first = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path)
     again = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path, resume_from=first.run.path)
@@ -184,17 +161,6 @@ def test_a_hook_that_is_added_while_training_counts_from_then_on():
     assert ends(train(AddsLater(), TakesAnHour())) == ("stopped", 4)
 
 
-def test_it_works_in_a_bare_loop():
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[TimeLimit(SHORT)]) as session:
-        for x, y in session.batches(batches(4)):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            time.sleep(2 * SHORT)
-            optimizer.step()
-    assert (session.status, session.step) == ("stopped", 1)
-
-
 def test_it_asks_an_unchanged_bare_loop_to_stop():
     model, optimizer = make()
     reasons = []
@@ -208,8 +174,3 @@ def test_it_asks_an_unchanged_bare_loop_to_stop():
     assert len(reasons) == 1
     assert "the time limit of" in reasons[0]
     assert session.hooks.summary().failures == {}
-
-
-def test_its_name_and_that_it_means_to_change_training():
-    assert hookline.HookManager().add_hook(TimeLimit(1)) == "time_limit"
-    assert TimeLimit.intervenes

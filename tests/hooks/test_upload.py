@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sys
 import threading
@@ -20,15 +19,10 @@ from hookline.checkpoint import (
     complete_checkpoints,
     find_checkpoint,
     load_checkpoint,
-    save_checkpoint,
-    set_pointer,
 )
 from hookline.checkpoint.atomic_files import TEMPORARY
 from hookline.checkpoint.remote import fetch_checkpoint
-from hookline.checkpoint.retention import remove_checkpoint
-from hookline.hooks.checkpointing import upload as upload_module
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
-from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.checkpointing.upload import UploadHook
 
 
@@ -121,14 +115,6 @@ def test_a_checkpoint_that_is_saved_after_training_is_copied_before_the_call_ret
     assert names(tmp_path / "copies" / trainer.run.id) == ["epoch_0000", path.name]
 
 
-def test_training_can_be_resumed_from_a_copy(tmp_path):
-    first = fit(tmp_path, UploadHook(tmp_path / "copies"), max_epochs=1)
-    shutil.rmtree(tmp_path / "runs")
-    trainer = trainer_of(tmp_path)
-    trainer.fit(batches(2), resume_from=tmp_path / "copies" / first.run.id)
-    assert trainer.step == 6
-
-
 def test_a_copy_that_is_there_already_is_not_made_again(tmp_path):
     hook = UploadHook(tmp_path / "copies")
     first = fit(tmp_path, hook, max_epochs=1)
@@ -182,25 +168,6 @@ def test_a_destination_that_fails_never_stops_training_and_is_counted(tmp_path, 
     assert [r.levelname for r in records] == ["WARNING", "WARNING", "ERROR"] * 3
     assert "epoch_0000 could not be copied" in records[0].getMessage()
     assert (tmp_path / "file").read_text() == "in the way"
-
-
-def test_a_destination_that_comes_back_gets_its_copy(tmp_path):
-    way = tmp_path / "copies"
-    way.write_text("in the way")
-
-    class ClearTheWay(logging.Handler):
-        def emit(self, record):
-            if "it will be retried" in record.getMessage():
-                way.unlink()
-
-    hook, handler = UploadHook(way, backoff=0), ClearTheWay()
-    logging.getLogger("hookline").addHandler(handler)
-    try:
-        trainer = fit(tmp_path, hook, max_epochs=1)
-    finally:
-        logging.getLogger("hookline").removeHandler(handler)
-    assert names(way / trainer.run.id) == ["epoch_0000"]
-    assert hook.failed == []
 
 
 def test_a_damaged_checkpoint_is_found_and_not_copied(tmp_path, caplog):
@@ -267,75 +234,6 @@ def test_only_so_many_wait_and_the_oldest_is_left_out(tmp_path, caplog):
     assert "Too many checkpoints are waiting" in caplog.text
 
 
-def test_after_an_exception_the_rest_is_still_copied(tmp_path):
-    class Fails(hookline.Hook):
-        critical = True
-
-        def on_epoch_start(self, epoch):
-            if epoch == 2:
-                raise RuntimeError("no")
-
-    hook = UploadHook(tmp_path / "copies")
-    with pytest.raises(hookline.HookFailedError):
-        fit(tmp_path, Fails(), hook)
-    assert [p.name for p in hook.uploaded] == EPOCHS[:2]
-
-
-# -- the local checkpoint -------------------------------------------------------------------------
-
-
-def test_the_local_checkpoint_goes_when_asked_for_except_the_last_and_the_best(tmp_path):
-    class Scores(hookline.Hook):
-        def on_epoch_end(self, metrics, epoch):
-            metrics["score"] = (2.0, 1.0, 3.0, 4.0)[epoch]
-
-    hook = UploadHook(tmp_path / "copies", keep_local=False)
-    trainer = trainer_of(
-        tmp_path,
-        Scores(),
-        ModelCheckpoint(-1, "score", save_on_train_epoch_end=True, filename="{epoch}"),
-        hook,
-        max_epochs=4,
-    ).fit(batches(2))
-    assert names(trainer.run.checkpoints) == ["epoch=1", "epoch=3"]
-    assert len(names(tmp_path / "copies" / trainer.run.id)) == 4
-
-
-def test_a_later_checkpoint_of_the_same_name_stays_until_it_is_copied(tmp_path):
-    """`last` protects only the newest, and the name is among those that were copied."""
-    hook, going = UploadHook(tmp_path / "copies", keep_local=False), threading.Event()
-    upload = hook._destination.upload
-
-    def save(name, value):
-        weights = {"w": torch.tensor([value])}
-        path = save_checkpoint(tmp_path / "own" / name, model=weights, state={}, info={})
-        set_pointer(path.parent, "last", path)
-        hook.on_checkpoint_save(object(), path)
-        return path
-
-    first = save("model", 1.0)
-    while first not in hook.uploaded:
-        going.wait(0.01)
-    remove_checkpoint(first)
-    hook._destination.upload = lambda *args: (going.wait(), upload(*args))[1]
-    assert save("model", 2.0) == first
-    save("model_2", 3.0)
-    try:
-        assert load_checkpoint(first).model["w"].item() == 2.0
-    finally:
-        going.set()
-        hook.on_train_end()
-    assert not hook.skipped
-    assert len(names(tmp_path / "copies")) == 3
-    assert names(tmp_path / "own") == ["model_2"]
-
-
-def test_what_could_not_be_copied_stays(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    hook = UploadHook(tmp_path / "file", retries=0, keep_local=False)
-    assert names(fit(tmp_path, hook).run.checkpoints) == EPOCHS
-
-
 # -- fsspec ---------------------------------------------------------------------------------------
 
 
@@ -350,18 +248,6 @@ def test_a_url_gets_the_same_copies(tmp_path, memory):
     memory.get(f"{there}/epoch_0002", str(tmp_path / "back"), recursive=True)
     copy, own = load_checkpoint(tmp_path / "back"), trainer.model.state_dict()
     assert all(torch.equal(copy.model[name], own[name]) for name in own)
-
-
-def test_a_copy_at_a_url_is_neither_repeated_nor_overwritten(tmp_path, memory):
-    hook = UploadHook("memory://bucket")
-    first = fit(tmp_path, hook, max_epochs=1)
-    other = fit(tmp_path / "other", max_epochs=1)
-    hook.on_train_start()
-    for path in (first.run.path, other.run.path):
-        hook.on_checkpoint_save(first, find_checkpoint(path))
-    hook.on_train_end()
-    found = memory.ls(f"/bucket/{first.run.id}", detail=False)
-    assert sorted(Path(p).name for p in found) == ["epoch_0000", "epoch_0000_2"]
 
 
 @pytest.mark.parametrize(
@@ -403,42 +289,6 @@ def test_a_reader_gets_a_complete_checkpoint_or_none_at_any_time_of_an_upload(tm
     assert set(seen[17::2]) == {""}
 
 
-@pytest.mark.parametrize("url", ["flaky://bucket", None])
-def test_a_checkpoint_that_is_removed_while_it_is_copied_is_left_out(
-    tmp_path, flaky, monkeypatch, caplog, url
-):
-    caplog.set_level("INFO", "hookline")
-    copy = upload_module._copy
-
-    def remove_and_copy(source, target, is_stopped):
-        copy(source, target, is_stopped)
-        if source.name == "model.safetensors" and source.parent.name == "epoch_0000":
-            assert remove_checkpoint(source.parent), "as a retention would"
-
-    monkeypatch.setattr(upload_module, "_copy", remove_and_copy)
-    hook = UploadHook(url or tmp_path / "copies", backoff=0)
-    trainer = fit(tmp_path, hook, max_epochs=2)
-    assert [p.name for p in hook.skipped] == ["epoch_0000"]
-    assert [p.name for p in hook.uploaded] == ["epoch_0001"]
-    assert "epoch_0000 was removed before it was copied" in caplog.text
-    if url is None:
-        assert [p.name for p in (tmp_path / "copies" / trainer.run.id).iterdir()] == ["epoch_0001"]
-    else:
-        found = flaky().find(f"/bucket/{trainer.run.id}")
-        assert {Path(p).parent.name for p in found} == {"epoch_0001"}
-
-
-def test_retries_are_counted_and_half_a_copy_is_no_checkpoint(tmp_path, flaky):
-    flaky.fails = {"move manifest.json": 99}
-    hook = UploadHook("flaky://bucket", retries=1, backoff=0)
-    trainer = fit(tmp_path, hook, max_epochs=1)
-    assert len(hook.failed) == 1
-    assert flaky.calls.count("move manifest.json") == 2
-    found = flaky().find(f"/bucket/{trainer.run.id}")
-    assert not [p for p in found if p.endswith("manifest.json")]
-    assert not [p for p in found if ".tmp-" in p]
-
-
 def test_without_fsspec_the_error_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ConfigError, match="pip install fsspec"):
@@ -478,11 +328,3 @@ def test_a_bare_loops_own_files_and_folders_are_copied_too(tmp_path):
 def test_values_that_make_no_sense_are_refused(tmp_path, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         UploadHook(tmp_path, **options)
-
-
-def test_a_hook_that_was_made_and_never_used_starts_no_thread(tmp_path):
-    before = {thread.name for thread in threading.enumerate()}
-    fit(tmp_path, UploadHook(tmp_path / "copies"), max_epochs=0)
-    started = {thread.name for thread in threading.enumerate()} - before
-    assert not any("upload" in name for name in started), started
-    assert not (tmp_path / "copies").exists()

@@ -275,7 +275,7 @@ def test_tensors_of_no_module_are_left_alone(capsys: Any) -> None:
             optimizer.zero_grad()
         script.hooks.report(is_settled=False)
     assert script.sessions == []
-    assert "Optimizers were made (SGD), but no module with their parameters was called" in (
+    assert "Of the optimizers (SGD), no module with their parameters was called" in (
         capsys.readouterr().err
     )
 

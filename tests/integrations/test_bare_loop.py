@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import re
+import sys
 import weakref
 
 import pytest
@@ -123,21 +124,6 @@ def test_gradients_are_there_from_gradients_ready_to_step_end_and_are_those_used
     for name in ("ready", "before", "after", "end"):
         torch.testing.assert_close(seen[name], used, rtol=1e-4, atol=1e-6)
         assert torch.equal(seen[name], seen["ready"])
-
-
-def test_accumulating_loops_end_one_step_for_many_backwards():
-    hook = recorder("on_before_forward", "on_after_backward", "on_gradients_ready", "on_step_end")
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        for i, (x, y) in enumerate(batches(6)):
-            (F.mse_loss(model(x), y) / 3).backward()
-            if i % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert hook.told.count("on_before_forward") == 6
-    assert hook.told.count("on_after_backward") == 6
-    assert hook.told.count("on_gradients_ready") == 2
-    assert session.step == hook.told.count("on_step_end") == 2
 
 
 def test_several_forwards_and_one_backward_make_one_step():
@@ -315,19 +301,6 @@ def test_detaching_leaves_model_and_optimizer_exactly_as_they_were():
     mine.remove()
 
 
-def test_detaching_after_an_exception_leaves_nothing_behind():
-    model, optimizer = make()
-    train(model, optimizer, batches(1))
-    before = snapshot(model), set(optimizer._optimizer_step_pre_hooks)
-    with (
-        pytest.raises(ZeroDivisionError),
-        hookline.attach(model, optimizer, hooks=[everything()]),
-    ):
-        model(batches(1)[0][0])
-        raise ZeroDivisionError
-    assert (snapshot(model), set(optimizer._optimizer_step_pre_hooks)) == before
-
-
 def test_outputs_that_outlive_the_session_are_left_alone():
     model, optimizer = make()
     hook = everything()
@@ -337,17 +310,6 @@ def test_outputs_that_outlive_the_session_are_left_alone():
     output.sum().backward()
     assert hook.told == told
     assert not output._backward_hooks
-
-
-def test_a_refused_attach_leaves_nothing_behind():
-    class Misspelled(hookline.Hook):
-        def on_step_ends(self): ...
-
-    model, optimizer = make()
-    before = snapshot(model), snapshot(optimizer)
-    with pytest.raises(hookline.SignatureError):
-        hookline.attach(model, optimizer, hooks=[everything(), Misspelled()])
-    assert (snapshot(model), snapshot(optimizer)) == before
 
 
 def test_the_same_model_can_be_attached_again():
@@ -442,3 +404,28 @@ def test_a_hook_that_is_enabled_by_another_in_the_middle_of_a_step_joins_in():
         session.add_hook(late, "late", enabled=False)
         train(model, optimizer, batches(4))
     assert late.told == ["on_after_backward", "on_step_end"] * 2
+
+
+def test_the_hook_that_everybody_writes_costs_few_calls_and_operations():
+    class Watch(hookline.Hook):
+        def on_step_end(self, step, loss, grad_norm, lr):
+            float(loss), float(grad_norm)
+
+    calls: list[str] = []
+
+    def count(frame, event, argument):
+        name = frame.f_code.co_filename
+        if event == "call" and ("/hookline/" in name or name.startswith("<")):
+            calls.append(frame.f_code.co_qualname)
+
+    model, optimizer = make()
+    with hookline.attach(model, optimizer, hooks=[Watch()]):
+        train(model, optimizer, batches(70))  # the first calls of hooks are timed
+        with torch.profiler.profile() as profile:
+            train(model, optimizer, batches(1))
+        sys.setprofile(count)
+        train(model, optimizer, batches(1))
+        sys.setprofile(None)
+    operations = {each.key: each.count for each in profile.key_averages()}
+    assert operations["aten::_foreach_norm"] == operations["aten::stack"] == 1
+    assert len(calls) <= 40, calls  # Python calls are what most of its time is spent on

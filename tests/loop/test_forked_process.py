@@ -125,27 +125,6 @@ def test_a_forked_process_that_exits_does_not_end_the_parents_run(name, tmp_path
     assert events.count("end") == 1
 
 
-@pytest.mark.parametrize("name", ["trainer", "bare loop", "transformers", "ignite"])
-def test_a_process_that_is_forked_at_the_end_of_training_calls_no_hooks(name, tmp_path):
-    class ForkAtEnd(Fork):
-        def on_train_end(self, trainer: Any) -> None:
-            if (child := os.fork()) != 0:
-                self.exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    class End(hookline.Hook):
-        def on_train_end(self) -> None:
-            fork.write("end")
-
-    fork = ForkAtEnd(tmp_path / "log", lambda: os._exit(0))
-    try:
-        LOOPS[name]([fork, End()], tmp_path)
-    finally:
-        if os.getpid() != fork.parent:
-            os._exit(0)
-    assert fork.exit_code == 0
-    assert [line for line in fork.log.read_text().splitlines() if "end" in line] == ["parent: end"]
-
-
 def test_calls_on_the_session_do_nothing_in_a_forked_process(tmp_path):
     model, optimizer = make()
     (x, y), *_ = batches(1)

@@ -85,27 +85,6 @@ def run_loop_with_session_backward(hooks, runs):
     run_bare_loop(hooks, runs, step)
 
 
-def run_loop_with_closure(hooks, runs):
-    def step(session, loss, optimizer):
-        def evaluate():
-            optimizer.zero_grad()
-            loss.backward()
-            return loss
-
-        optimizer.step(evaluate)
-
-    run_bare_loop(hooks, runs, step)
-
-
-def run_loop_with_gradients_kept_as_zeros(hooks, runs):
-    def step(session, loss, optimizer):
-        optimizer.zero_grad(set_to_none=False)
-        loss.backward()
-        optimizer.step()
-
-    run_bare_loop(hooks, runs, step)
-
-
 def run_loop_over_batches(hooks, runs):
     """Take the batches from the session, and accumulate gradients over two of them."""
     model, optimizer = make_model()
@@ -115,22 +94,6 @@ def run_loop_over_batches(hooks, runs):
             if i % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def run_loop_after_session_batches(hooks, runs):
-    """Take only the first batches from the session."""
-    model, optimizer = make_model()
-
-    def step(x, y):
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with attach(model, optimizer, hooks=hooks, runs=runs, report=False) as session:
-        for x, y in session.batches([BATCH] * 2):
-            step(x, y)
-        for _ in range(LAST):
-            step(*BATCH)
 
 
 def run_ignite(hooks, runs):
@@ -174,43 +137,7 @@ def run_lightning(hooks, runs):
     trainer.fit(Module(), DataLoader([BATCH] * (LAST + 1), batch_size=None))
 
 
-def run_transformers(hooks, runs, tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    class WithLoss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, _ = make_model()
-
-        def forward(self, x, labels):
-            return {"loss": mse_loss(self.net(x), labels)}
-
-    arguments = TrainingArguments(
-        str(tmp_path / "out"),
-        num_train_epochs=1,
-        per_device_train_batch_size=1,
-        lr_scheduler_type="constant",
-        logging_strategy="no",
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    data = [{"x": torch.ones(4), "labels": torch.zeros(2)}] * (LAST + 1)
-    trainer = Trainer(WithLoss(), arguments, train_dataset=data)
-    attach(trainer, hooks=hooks, runs=runs, report=False)
-    trainer.train()
-
-
-LOOPS = [
-    run_trainer,
-    run_bare_loop,
-    run_loop_with_session_backward,
-    run_loop_with_closure,
-    run_loop_with_gradients_kept_as_zeros,
-    run_loop_over_batches,
-    run_loop_after_session_batches,
-]
+LOOPS = [run_trainer, run_bare_loop, run_loop_with_session_backward, run_loop_over_batches]
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["no run", "run"])
@@ -231,9 +158,4 @@ def test_memory_does_not_grow_with_hooks_that_measure_and_log(loop, tmp_path):
 @pytest.mark.parametrize("loop", [run_ignite, run_lightning])
 def test_memory_does_not_grow_with_the_steps_of_other_libraries_loops(loop, tmp_path):
     loop([counts := Counts()], tmp_path)
-    counts.check()
-
-
-def test_memory_does_not_grow_with_the_steps_of_a_hugging_face_trainer(tmp_path):
-    run_transformers([counts := Counts()], tmp_path / "runs", tmp_path)
     counts.check()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy
 import pytest
 import torch
-from loops import Net, batches, config, fit, make, recorder, same, weights
+from loops import Net, batches, config, fit, make, same, weights
 
 import hookline
-from hookline import ForwardHook, HookFailedError, ObserverError, Trainer
+from hookline import ForwardHook, ObserverError, Trainer
 from hookline.hooks.monitoring.activation_stats import ActivationStats
 from hookline.tensors import fingerprints, observation
 from hookline.tensors.fingerprints import Comparison, Fingerprint
@@ -66,15 +66,6 @@ def test_a_change_in_place_is_fatal_and_names_the_hook():
         activations.mul_(0.5)
 
     with pytest.raises(ObserverError, match=r"meddle changed the model's outputs in place"):
-        fit(forward=[meddle])
-
-
-def test_a_change_in_place_is_noticed_also_when_the_hook_fails_after_it():
-    def meddle(activations):
-        activations.zero_()
-        raise RuntimeError("and then this")
-
-    with pytest.raises(ObserverError, match="meddle"):
         fit(forward=[meddle])
 
 
@@ -147,17 +138,6 @@ def test_random_numbers_of_training_are_put_back_and_the_hook_is_disabled(draw, 
     assert states()[0].hooks.summary().failures == {}
 
 
-@pytest.mark.usefixtures("no_foreign_threads")
-def test_random_numbers_are_put_back_while_a_run_is_written(tmp_path):
-    def draws(activations):
-        random.random()
-
-    trainer = Trainer(config(runs=tmp_path), *make())
-    trainer.add_hook(draws, kind="forward")
-    trainer.fit(batches(2))
-    assert trainer.hooks.summary().failures == {"draws": 1}
-
-
 def test_in_strict_mode_drawing_random_numbers_is_an_error():
     def draws(activations):
         torch.randn(3)
@@ -194,7 +174,7 @@ def test_writes_that_torch_does_not_count_are_fatal_and_name_the_hook(
     write, on_device, monkeypatch
 ):
     if on_device:  # as memory of an accelerator: hashed there, compared with the next call
-        monkeypatch.setattr(fingerprints, "_is_on_host", lambda storage: False)
+        monkeypatch.setattr(fingerprints, "_is_on_cpu", lambda storage: False)
     calls = []
 
     def observe(activations):
@@ -223,19 +203,19 @@ def test_writes_are_looked_for_in_the_first_calls_and_then_periodically(monkeypa
 @pytest.mark.parametrize("on_device", [False, True])
 def test_values_that_are_not_numbers_are_no_change(on_device, monkeypatch):
     if on_device:
-        monkeypatch.setattr(fingerprints, "_is_on_host", lambda storage: False)
+        monkeypatch.setattr(fingerprints, "_is_on_cpu", lambda storage: False)
     values = torch.tensor([float("nan"), 1.0, float("inf")])
     a, b = Fingerprint([values]), Fingerprint([values.clone()])
     comparison = Comparison(a, b)
     assert not comparison.is_pending
-    assert not comparison.differs_on_host
+    assert not comparison.differs_on_cpu
     assert not comparison.differs_on_devices
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.complex64])
 @pytest.mark.parametrize("size", [1, 7, 8, 1001])
 def test_a_hash_on_a_device_notices_any_bit_and_any_order(dtype, size, monkeypatch):
-    monkeypatch.setattr(fingerprints, "_is_on_host", lambda storage: False)
+    monkeypatch.setattr(fingerprints, "_is_on_cpu", lambda storage: False)
     monkeypatch.setattr(fingerprints, "_PIECE", 100)
     base = torch.arange(1, size + 1).to(dtype)
     bits = base.view(torch.uint8)
@@ -320,38 +300,6 @@ def test_tensors_anywhere_in_the_outputs_are_detached_and_watched():
         fit(forward=[meddle], model=Rich(), step_fn=step_fn)
 
 
-class Plain:
-    """What a model may return besides: no dataclass, no mapping."""
-
-    def __init__(self, logits, hidden):
-        self.logits, self.hidden = logits, [hidden]
-
-
-class ReturnsAnObject(Net):
-    def forward(self, x):
-        hidden = self.first(x)
-        return Plain(self.second(torch.relu(hidden)), hidden)
-
-
-def test_tensors_in_any_object_are_detached_and_watched():
-    seen = []
-
-    def look(activations):
-        seen.append((type(activations), activations.hidden[0].requires_grad))
-        activations.logits = None  # its own object, not the model's
-
-    def meddle(activations):
-        activations.hidden[0].add_(1)
-
-    def step_fn(model, batch):
-        return model(batch[0]).logits.square().mean()
-
-    fit(forward=[look], model=ReturnsAnObject(), step_fn=step_fn)
-    assert seen == [(Plain, False)] * 4
-    with pytest.raises(ObserverError, match="meddle"):
-        fit(forward=[meddle], model=ReturnsAnObject(), step_fn=step_fn)
-
-
 def test_it_does_not_see_validation():
     seen = []
     model, optimizer = make()
@@ -402,21 +350,3 @@ def test_activation_stats_takes_mappings_and_bf16(tmp_path):
     kept = ("logits", "loss", "more/waves/0")
     assert set(values) == {f"activations/{k}/{s}" for k in kept for s in ("mean", "std")}
     assert values["activations/more/waves/0/mean"] == 2.0
-
-
-def test_the_loop_still_calls_other_hooks_in_order():
-    hook = recorder("on_before_forward", "on_after_forward")
-    fit(hook, forward=[lambda activations: None])
-    assert hook.told == ["on_before_forward", "on_after_forward"] * 4
-
-
-def test_a_class_without_a_call_fails_with_its_name(caplog):
-    class Empty(ForwardHook):
-        pass
-
-    fit(Empty())
-    assert "Empty has no __call__(self, activations)" in caplog.text
-
-
-def test_an_observer_error_is_a_hook_failed_error():
-    assert issubclass(ObserverError, HookFailedError)

@@ -126,6 +126,7 @@ def test_phases_have_the_time_that_they_took(run):
     assert times["backward"] >= 0.9 * STEPS * 0.003
     assert times["optimizer"] > 0
     assert times["hooks"] >= 0.9 * STEPS * 0.005
+    assert end["tokens_seen"] == 10 * STEPS
     if made_by is not ignite:
         assert times["validation"] >= 0.9 * 5 * 0.008
     (start,) = opened.events("start")
@@ -145,15 +146,6 @@ def test_checkpoints_have_their_time(run):
     made_by, opened = run
     (end,) = opened.events("end")
     assert (end["times"]["checkpoints"] > 0.001) is (made_by is loop)
-
-
-def test_tokens_are_recorded_where_they_are_counted(run):
-    made_by, opened = run
-    rows = opened.metrics("train/tokens_seen")
-    (end,) = opened.events("end")
-    assert rows
-    assert all(row["value"] == 10 * row["step"] for row in rows if made_by is fit)
-    assert end["tokens_seen"] == 10 * STEPS
 
 
 def test_a_short_run_has_only_the_totals(tmp_path, monkeypatch):
@@ -233,29 +225,17 @@ def test_a_folder_that_is_deleted_costs_only_the_values_of_its_disk(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     usage = SystemUsage(folder, None)
+
+    def read_later():
+        time.sleep(0.05)  # the kernel counts in ticks of 10 ms: with none, there is no percentage
+        return usage.read()
+
     usage.read()
-    complete = usage.read()
+    complete = read_later()
     folder.rmdir()
-    left = usage.read()
+    left = read_later()
+    assert "system/machine_cpu_percent" in complete
     assert complete.keys() - left.keys() == {"system/disk_free_gb"}
-
-
-class Mute:
-    """A device's module that tells its memory only."""
-
-    @staticmethod
-    def mem_get_info(device):
-        return 1e6, 4e6
-
-
-@pytest.mark.parametrize("module", [None, object(), Mute()])
-def test_what_a_device_does_not_tell_is_left_out(tmp_path, monkeypatch, module):
-    monkeypatch.setattr(torch, "xpu", module)
-    values = SystemUsage(tmp_path, torch.device("xpu", 1)).read()
-    of_device = {name: value for name, value in values.items() if "xpu" in name}
-    expected = {"system/xpu:1/memory_mb": 3.0, "system/xpu:1/memory_percent": 75.0}
-    assert of_device == (expected if isinstance(module, Mute) else {})
-    assert "system/memory_mb" in values
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
@@ -294,22 +274,6 @@ def test_short_batches_are_sampled_and_count_for_the_others(clock):
     assert count - 2000 < counted <= count  # those since the last one count with the next one
 
 
-def test_validation_within_a_batch_does_not_make_the_batch_look_short(clock):
-    phases = PhaseTimes(torch.device("cpu"))
-    timed = 0
-    phases.wait_for_data()
-    for _ in range(40):
-        if phases.timed:
-            timed += 1
-            phases.begin_batch()
-            clock.wait(0.002)
-            phases.lap("forward")
-        with phases.span("validation"):
-            pass
-        phases.end_batch()
-    assert timed >= 5  # batches of 2 ms: at least one of seven
-
-
 # -- times and the duration of the run, in every loop ---------------------------------------------
 
 
@@ -325,49 +289,7 @@ def plain_loop(hooks, folder, data=None):
     return model, session
 
 
-def prefetching_loop(hooks, folder, *, tells_loss=False):
-    """Train in a loop that asks for the next batch between forward and backward."""
-    model = make_model()
-    optimizer = make_optimizer(model)
-    with hookline.attach(model, optimizer, hooks=hooks, runs=folder) as session:
-        batches = iter(session.batches(make_loader()))
-        batch = next(batches)
-        while batch is not None:
-            loss = F.mse_loss(model(batch[0]), batch[1])
-            batch = next(batches, None)
-            session.backward(loss) if tells_loss else loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, session
-
-
-def telling_prefetching_loop(hooks, folder):
-    """Do the same, with `session.backward`."""
-    return prefetching_loop(hooks, folder, tells_loss=True)
-
-
-def pipelined_loop(hooks, folder):
-    """Train in a loop that calls the model for the next batch before it steps."""
-    model = torch.nn.Linear(3, 1)
-    optimizer = make_optimizer(model)
-    with hookline.attach(model, optimizer, hooks=hooks, runs=folder) as session:
-        batches = list(make_loader())
-        loss = F.mse_loss(model(batches[0][0]), batches[0][1])
-        for x, y in batches[1:]:
-            loss.backward()
-            loss = F.mse_loss(model(x), y)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, session
-
-
-EVERY_LOOP = {
-    **LOOPS,
-    "plain bare loop": plain_loop,
-    "prefetching loop": prefetching_loop,
-    "prefetching loop that tells its loss": telling_prefetching_loop,
-    "pipelined loop": pipelined_loop,
-}
+EVERY_LOOP = {**LOOPS, "plain bare loop": plain_loop}
 
 
 @pytest.mark.parametrize("name", EVERY_LOOP)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import hookline
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.signals import SignalWatch
-from hookline.trainer.preemption import _unanswered
+from hookline.trainer.lifecycle import _unanswered
 
 DATA, VAL = batches(5), batches(3, seed=2)
 

@@ -102,12 +102,8 @@ def test_a_scalar_parameter_with_fsdp2_is_named_before_anything_starts(two) -> N
         assert "they are scalars: 'scale'." in rank["unsupported"]["scalar"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "accelerate"])
-def test_a_method_of_the_model_in_step_fn_is_explained(two, strategy: str) -> None:
-    for rank in two[0]:
-        assert "step_fn(model, batch) uses `model.generate_loss`" in rank["unsupported"][strategy]
-        assert "no attribute 'missing'" in rank["unsupported"]["missing"]
-        assert rank["unsupported"]["status"] == "completed"
+def test_a_step_fn_may_read_attributes_of_the_wrapper(two) -> None:
+    assert [rank["unsupported"]["status"] for rank in two[0]] == ["completed", "completed"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hookline.config.hook_names import BUILT_INS, PROBES, find_hook
 STEPS = 6
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {  # those that record within a few steps
-    "gradient_monitor": {"log_frequency": 2, "log_histogram": True, "update_ratio": True},
+    "gradient_monitor": {"log_frequency": 2, "log_histogram": True},
     "lr_monitor": {"log_momentum": True, "log_weight_decay": True},
     "activation_stats": {"log_interval": 2},
     "runtime_profile": {"log_frequency": 3},

@@ -43,7 +43,7 @@ class Own(Probe):
 
 OBSERVERS: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
-    "times": lambda: Monitor("**", ["forward_time_ms", "backward_time_ms", "memory"]),
+    "times": lambda: Monitor("**", ["forward_time_ms", "memory"]),
     "debug": lambda: Debug("**", gradients=True),
     "capture": lambda: Capture("**", gradient=True),
     "own": Own,
@@ -192,7 +192,7 @@ def make_encoder() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 MEASURES: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
-    "all": lambda: Monitor("**", ["histogram", "dead", "saturation", "forward_time_ms", "memory"]),
+    "all": lambda: Monitor("**", ["histogram", "dead", "forward_time_ms", "memory"]),
     "functions": lambda: Monitor("**", functions={"own": lambda x: x.square().mean()}),
     "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),

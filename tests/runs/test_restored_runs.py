@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline
 from hookline import CheckpointError, Trainer, TrainerConfig
-from hookline.trainer.preemption import requeue_slurm_job
+from hookline.trainer.lifecycle import requeue_slurm_job
 
 
 class Saves(hookline.Hook):
@@ -131,34 +131,40 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_changed_lr_is_scheduled_as_if_it_had_been_so_from_the_start(
-    tmp_path: Path, name: str
-) -> None:
-    scheduler = SCHEDULES[name]
-    fields = {"scheduler_every": "step"}
-    parent = make(tmp_path, Saves(7), scheduler=scheduler, **fields).fit(shuffled())
-    fork = make(tmp_path, scheduler=scheduler, lr=0.04, **fields)
-    fork.fit(shuffled(), fork_from=parent.run.path)
-    other = make(tmp_path, scheduler=scheduler, lr=0.04, **fields).fit(shuffled())
-    assert lr_of(fork) == lr_of(other)
-    assert fork.schedulers[0].get_last_lr() == other.schedulers[0].get_last_lr()
+def halve(optimizer: Any) -> Any:
+    return StepLR(optimizer, 1, 0.5)
 
 
-def test_a_longer_schedule_goes_on_after_the_end_of_the_shorter_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+# The settings of the run and of its fork.
+FORKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"a changed lr: {name}": ({"scheduler": one}, {"scheduler": one, "lr": 0.04})
+        for name, one in SCHEDULES.items()
+    },
+    "a longer one": (
+        {"scheduler": lambda o: CosineAnnealingLR(o, 6)},
+        {"scheduler": lambda o: CosineAnnealingLR(o, 12)},
+    ),
+    "added": ({}, {"scheduler": SCHEDULES["step"]}),
+    "replaced": ({"scheduler": SCHEDULES["cosine"]}, {"scheduler": SCHEDULES["step"]}),
+    "removed": ({"scheduler": SCHEDULES["cosine"]}, {}),
+    "another unit": ({"scheduler": halve}, {"scheduler": halve, "scheduler_every": "epoch"}),
+}
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_changed_schedule_is_as_if_it_had_been_so_from_the_start(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fields = {"scheduler_every": "step", "max_epochs": "unset"}
-    short = make(
-        tmp_path, Saves(6), scheduler=lambda o: CosineAnnealingLR(o, 6), max_steps=6, **fields
-    ).fit(shuffled())
-    assert lr_of(short) == 0
+    before, now = ({"scheduler_every": "step"} | fields for fields in FORKS[name])
+    parent = make(tmp_path, Saves(6), **before).fit(shuffled())
     caplog.set_level(logging.INFO, "hookline")
-    longer = {"scheduler": lambda o: CosineAnnealingLR(o, 12), **fields}
-    fork = make(tmp_path, **longer, max_steps=9).fit(shuffled(), fork_from=short.run.path)
-    other = make(tmp_path, **longer, max_steps=9).fit(shuffled())
-    assert lr_of(fork) == lr_of(other) > 0
-    assert "schedulers.0.T_max is 12 instead of 6" in caplog.text
+    fork = make(tmp_path, **now).fit(shuffled(), fork_from=parent.run.path)
+    assert ("schedulers.0.T_max is 12 instead of 6" in caplog.text) == (name == "a longer one")
+    other = make(tmp_path, **now).fit(shuffled())
+    assert lr_of(fork) == pytest.approx(lr_of(other), rel=1e-9)
+    manifest = hookline.open_run(fork.run.path).manifest["training"]
+    assert manifest["optimizers"] == other.run.manifest["training"]["optimizers"]
 
 
 def test_plateau_keeps_its_position_and_takes_new_arguments(tmp_path: Path) -> None:
@@ -177,33 +183,6 @@ def test_plateau_keeps_its_position_and_takes_new_arguments(tmp_path: Path) -> N
     fork = make(tmp_path, scheduler=plateau(5), max_epochs=4)
     fork.fit(shuffled(), batches(2), fork_from=parent.run.path)
     assert lr_of(fork) == lr_of(parent)
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [(None, "step"), ("cosine", "step"), ("cosine", None)],
-    ids=["added", "replaced", "removed"],
-)
-def test_other_schedulers_are_stepped_to_the_position(
-    tmp_path: Path, before: str | None, now: str | None
-) -> None:
-    first, second = (None if n is None else SCHEDULES[n] for n in (before, now))
-    fields = {"scheduler_every": "step", "max_epochs": "unset"}
-    parent = make(tmp_path, Saves(5), scheduler=first, max_steps=5, **fields).fit(shuffled())
-    fork = make(tmp_path, scheduler=second, max_steps=8, **fields)
-    fork.fit(shuffled(), fork_from=parent.run.path)
-    other = make(tmp_path, scheduler=second, max_steps=8, **fields).fit(shuffled())
-    assert lr_of(fork) == lr_of(other) == (0.01 if second is None else 0.000625)
-    manifest = hookline.open_run(fork.run.path).manifest["training"]
-    assert manifest["optimizers"][0]["groups"][0]["lr"] == 0.01
-
-
-def test_a_schedule_in_another_unit_is_stepped_to_the_position(tmp_path: Path) -> None:
-    halve = {"scheduler": lambda o: StepLR(o, 1, 0.5)}
-    parent = make(tmp_path, Saves(8), scheduler_every="step", **halve).fit(shuffled())
-    fork = make(tmp_path, scheduler_every="epoch", **halve)
-    fork.fit(shuffled(), fork_from=parent.run.path)
-    assert lr_of(fork) == 0.0025
 
 
 def test_what_cannot_be_applied_is_refused(tmp_path: Path) -> None:

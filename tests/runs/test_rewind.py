@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -319,24 +318,3 @@ def test_a_checkpoint_without_a_position_continues_behind_its_step(
         )
         first = train(tmp_path, Saves(5, dies_at=9))
     assert records(train(tmp_path, Saves(99), resume_from=first.path)) == expected
-
-
-def test_the_json_log_continues_at_the_checkpoint(tmp_path: Path) -> None:
-    def lines(path: Path) -> list[Any]:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        # When a checkpoint is durable depends on the disk.
-        apart = ("train_start", "train_end", "exception", "checkpoint_save")
-        kept = [e for e in events if e["event"] not in apart]
-        return [{k: v for k, v in e.items() if k not in ("timestamp", "path")} for e in kept]
-
-    def fit(*hooks: hookline.Hook, resume_from: Any = None) -> Path:
-        return train(tmp_path, hookline.JSONLogHook(1), *hooks, resume_from=resume_from).path
-
-    expected = lines(fit(Saves(5)) / "log.jsonl")
-    path = fit(Saves(5, dies_at=9))
-    before = lines(path / "log.jsonl")
-    assert fit(Saves(99), resume_from=path) == path
-    assert lines(path / "log.jsonl") == expected
-    moved = lines(path / "log.repeated.jsonl")
-    assert [event["step"] for event in moved] == [6, 7, 8, 8, 8, 9]
-    assert moved == before[-len(moved) :]

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import signal
 import struct
 import subprocess
 import sys
@@ -349,16 +348,6 @@ def test_opening_for_reading_writes_nothing(run: Run) -> None:
     assert {p.name: p.stat().st_mtime_ns for p in run.path.iterdir()} == before
 
 
-def test_opening_what_is_not_a_run_raises_an_error_that_names_it(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no manifest"):
-        Run.open(tmp_path / "nowhere")
-    newer = {**run.manifest, "version": 2}
-    for text, message in (("{", "cannot be read"), ("{}", "format"), (json.dumps(newer), "newer")):
-        (run.path / "manifest.json").write_text(text)
-        with pytest.raises(RunError, match=message):
-            Run.open(run.path)
-
-
 LEAVES = """
 import os, sys
 from hookline.runs import Run
@@ -384,7 +373,6 @@ def test_a_garbage_collected_run_writes_its_metrics_and_closes_its_files(
     tmp_path: Path,
 ) -> None:
     import gc
-    import os
 
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
@@ -396,58 +384,7 @@ def test_a_garbage_collected_run_writes_its_metrics_and_closes_its_files(
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
-def test_the_metrics_log_exists_while_the_run_is_writable(run: Run) -> None:
-    assert run.metrics_log is not None
-    run.metrics_log.add((5, 1, 123.5, "train/loss", "scalar", 0.25))
-    (record,) = records(run)
-    assert (record["step"], record["epoch"], record["time"]) == (5, 1, 123.5)
-    run.close()
-    assert run.metrics_log is None
-    assert Run.open(run.path).metrics_log is None
-
-
 # -- kills and full disks -------------------------------------------------------------------------
-
-WRITER = """
-import sys
-from hookline.runs import Run
-run = Run.create(sys.argv[1], config={}, seed=0, hooks=[])
-print(run.path, flush=True)
-step = 0
-while True:
-    for _ in range(50):
-        run.log(step, 0, "train/loss", step / 3)
-        step += 1
-    run.flush()
-    run.event("tick", step=step)
-    run.update(step=step)
-"""
-
-
-def test_a_kill_leaves_whole_lines_and_a_whole_manifest(tmp_path: Path) -> None:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert writer.stdout is not None
-    path = Path(writer.stdout.readline().strip())
-    while not (path / "events.jsonl").exists() or (path / "events.jsonl").stat().st_size < 2000:
-        assert writer.poll() is None
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
-    writer.stdout.close()
-    with (path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"v": 1, "step": 99')  # what a kill inside the kernel's write leaves
-    steps = [record["step"] for record in read_records(path / "metrics.jsonl")]
-    assert steps == list(range(len(steps)))
-    assert len(steps) >= 50
-    run = Run.open(path, resume=True)
-    run.log(-1, 0, "x", 1.0)
-    run.event("resumed")
-    assert [record["step"] for record in records(run)] == [*steps, -1]
-    assert records(run, "events.jsonl")[-1]["kind"] == "resumed"
-    assert run.manifest["step"] > 0
-    assert len(run.manifest["attempts"]) == 2
-
 
 FULL = """
 import logging, resource, sys
@@ -533,26 +470,10 @@ def test_a_manifest_that_cannot_be_written_is_logged_once(
     assert not list(run.path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("where", ["file", "/proc/runs", "full"])
-def test_a_folder_that_cannot_be_written_is_a_clear_error_at_creation(
-    tmp_path: Path, where: str
-) -> None:
+def test_a_folder_that_cannot_be_written_is_a_clear_error_at_creation(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    root = tmp_path / where
-    if where == "full":
-        code = (
-            "import resource, sys; from hookline.runs import *\n"
-            "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-            "try: Run.create(sys.argv[1], config={}, seed=0, hooks=[])\n"
-            "except RunError as error: print(error)"
-        )
-        command = [sys.executable, "-c", code, str(root)]
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "Cannot create a run" in result.stdout
-        assert not list(root.iterdir())
-        return
     with pytest.raises(RunError, match="Cannot create a run"):
-        Run.create(root, config={}, seed=0, hooks=[])
+        Run.create(tmp_path / "file", config={}, seed=0, hooks=[])
 
 
 def test_records_are_read_around_damage(tmp_path: Path) -> None:

@@ -64,20 +64,6 @@ def logged(trainer: Any, prefix: str) -> dict[str, float]:
     }
 
 
-class KeepSamples(hookline.Hook):
-    """Keeps this process's batches and the weights that they were used with."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def on_train_batch_start(self, batch: Any, step: int, model: nn.Module) -> None:
-        if step == 0:
-            self.batches.append([one.clone() for one in batch])
-            state = model.state_dict()
-            self.weights = {k.removeprefix("module."): v.clone() for k, v in state.items()}
-
-
 def check_all() -> None:
     folder = Path(sys.argv[1])
     found: dict[str, Any] = {}
@@ -92,10 +78,7 @@ def check_all() -> None:
         ),
     }
     for name, (kind, fields) in measured.items():
-        kept = KeepSamples()
-        trainer = train(folder / name, kind(1), kept, **fields)
-        if name.startswith("gradient_noise"):
-            check_noise(trainer, kept)
+        trainer = train(folder / name, kind(1), **fields)
         if dist.get_rank() == 0:
             found[name] = logged(trainer, name.partition(",")[0])
     for kind in (hookline.Sharpness, hookline.GradientNoiseScale):
@@ -107,29 +90,6 @@ def check_all() -> None:
     check_same_weights(folder / "same")
     if dist.get_rank() == 0:
         (folder / "found.json").write_text(json.dumps(found))
-
-
-def check_noise(trainer: hookline.Trainer, kept: KeepSamples) -> None:
-    """Compare with gradients that are computed one by one, in the first step."""
-    model = make_model()
-    model.load_state_dict(kept.weights)
-    own = []
-    for x, y in kept.batches:
-        gradients = torch.autograd.grad(F.mse_loss(model(x), y), list(model.parameters()))
-        own.append(torch.cat([g.flatten() for g in gradients]).double())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    every = torch.stack([gradient for one in everyone for gradient in one])
-    of_small = every.square().sum(1).mean().item()
-    of_big = every.mean(0).square().sum().item()
-    small, big = BATCH_SIZE // 2, BATCH_SIZE // 2 * len(every)
-    if dist.get_rank() == 0:
-        found = logged(trainer, "gradient_noise")
-        signal = (big * of_big - small * of_small) / (big - small)
-        variance = (of_small - of_big) / (1 / small - 1 / big)
-        assert found["1 gradient_noise/signal"] == pytest.approx(signal, rel=1e-3)
-        assert found["1 gradient_noise/variance"] == pytest.approx(variance, rel=1e-3)
-        assert found["1 gradient_noise/batch_size"] == big
 
 
 def estimate(model: nn.Module, batches: list[Any]) -> tuple[float, float, int]:

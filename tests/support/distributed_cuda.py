@@ -28,7 +28,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 def train(model: nn.Module, rank: int | None, device: str, **options: Any) -> Any:
     norms = Norms()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    hooks = [norms, hookline.GradientMonitor(2, update_ratio=True), hookline.EMA()]
+    hooks = [norms, hookline.GradientMonitor(2), hookline.OptimizerMonitor(2), hookline.EMA()]
     session = hookline.attach(model, optimizer, hooks=hooks, **options)
     with session:
         for batch in batches(rank):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline
 from hookline.loop import rank_sync as loop_agreement
-from hookline.tensors.module_classes import module_class
+from hookline.tensors.name_patterns import module_class
 from hookline.tensors.sharded import whole
 
 STEPS = 6
@@ -186,7 +186,8 @@ class Watched:
             (self.events, {}),
             (self.norms, {"ranks": "main"}),
             (self.rare, {"ranks": "main", "every": 3, "name": "rare"}),
-            (hookline.GradientMonitor(2, log_statistics=True, update_ratio=True), {}),
+            (hookline.GradientMonitor(2, log_statistics=True), {}),
+            (hookline.OptimizerMonitor(2), {}),
             (self.ema, {}),
             (self.capture, {}),
             (hookline.probes.Monitor("blocks.*", ["max", "zeros"]), {"every": 2}),

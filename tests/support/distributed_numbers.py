@@ -23,8 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
-from hookline.tensors.finiteness import all_finite
-from hookline.tensors.global_norm import global_norm
+from hookline.tensors.norms import all_finite, global_norm
 from hookline.tensors.sharded import whole
 from hookline.updates.gradients import Gradients
 
@@ -76,7 +75,7 @@ def report(model: nn.Module, **options: Any) -> tuple[Record, int]:
 def check_monitor(mesh: DeviceMesh) -> None:
     for options, collectives in (
         ({}, 1),
-        ({"log_statistics": True, "update_ratio": True}, 1),
+        ({"log_statistics": True}, 1),
         ({"log_histogram": True, "bins": 5, "percentiles": [10, 50, 90]}, 2),
     ):
         expected, used = report(make_model(), **options)

@@ -117,36 +117,20 @@ def used_buffers(folder: Path) -> dict[str, Any]:
 
 
 class Scaled(nn.Linear):
-    """Has a scalar parameter, and a method that computes the loss."""
+    """Has a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__(8, 4)
         self.scale = nn.Parameter(torch.tensor(1.0))
 
-    def generate_loss(self, batch: Any) -> torch.Tensor:
-        return mse_loss(self(batch[0]) * self.scale, batch[1])
-
 
 def unsupported(folder: Path) -> dict[str, Any]:
-    """A scalar parameter with FSDP2, and a step_fn that calls a method of the model."""
+    """A scalar parameter with FSDP2, and a step_fn that reads an attribute of the DDP wrapper."""
     errors: dict[str, Any] = {}
     try:
         train(Scaled(), None, strategy="fsdp")
     except hookline.TrainingError as error:
         errors["scalar"] = str(error)
-    for strategy in ("ddp", "accelerate"):
-        trainer = train(
-            Scaled(), lambda model, batch: model.generate_loss(batch), strategy=strategy
-        )
-        try:
-            trainer.fit(loaders()[0])
-        except hookline.TrainingError as error:
-            errors[strategy] = str(error)
-    trainer = train(Scaled(), lambda model, batch: model.missing(batch), strategy="ddp")
-    try:
-        trainer.fit(loaders()[0])
-    except AttributeError as error:
-        errors["missing"] = str(error)
     trainer = train(nn.Linear(8, 4), uses_wrapper, strategy="ddp")
     trainer.fit(loaders()[0])
     return {**errors, "status": trainer.status}

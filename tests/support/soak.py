@@ -1,6 +1,6 @@
 """A pytest plugin that runs what `make test` leaves out, and many more cases of hypothesis.
 
-    pytest -p soak tests
+    pytest -p soak -n 3 tests
 
 The tests marked `soak` run, and those of hypothesis, with new cases each time; the number of cases
 that each test ran is printed at the end.
@@ -35,6 +35,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("cases")
     for name, count in _cases.items():
         terminalreporter.write_line(f"{count:7d} {name}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Send the numbers of cases from a worker of xdist."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["cases"] = dict(_cases)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Add the numbers of cases of a worker."""
+    _cases.update(getattr(node, "workeroutput", {}).get("cases", {}))
 
 
 def _count(name: str, test: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,6 @@ ODD = {
     "odd/" + "n" * 300: 4.0,
     "odd/cuda:0 \u00e9": 5.0,
     "hookline_step": 6.0,
-    "": 7.0,
     "../up": 8.0,
 }
 ODD_HPARAMS = {"": 1, "_own": 2, "long": "v" * 9000, "x@y": 1, "x#y": 2, "list": [1, [2]]}

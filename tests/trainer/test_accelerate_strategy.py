@@ -231,11 +231,6 @@ def test_unsupported_plugins_and_engines(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(TrainingError, match=r"uses (DeepSpeed|Megatron-LM), .*not support"):
             make(accelerator=accelerator)
     monkeypatch.undo()
-    for name, plugin in {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}.items():
-        with monkeypatch.context() as patch:
-            patch.setenv(f"ACCELERATE_USE_{name}", "true")
-            with pytest.raises(TrainingError, match=f"asks for {plugin} .*not support"):
-                make()
     with monkeypatch.context() as patch:
         patch.setattr(
             accelerator.state, "parallelism_config", type("Config", (), {"tp_enabled": True})()

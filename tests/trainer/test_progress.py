@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import re
 import subprocess
@@ -14,7 +13,6 @@ from rich.console import Console
 
 from hookline.context import LazyFloat
 from hookline.dispatch.accounting import HookInfo, Summary
-from hookline.trainer import progress
 from hookline.trainer.progress import BarProgress, JupyterProgress, PlainProgress, make_progress
 
 
@@ -67,28 +65,6 @@ def test_plain_lines_tell_epoch_step_loss_rate_and_time_left() -> None:
     assert line in stream.getvalue().splitlines()
 
 
-def test_the_first_plain_line_comes_with_the_first_batch_and_then_few() -> None:
-    display, stream, clock = plain()
-    display.start(epochs=1, steps=100)
-    run(display, clock, 100)
-    lines = stream.getvalue().splitlines()
-    assert "step 1/100" in lines[0]
-    assert 2 <= len(lines) <= 3  # in 12 seconds
-
-
-def test_the_last_step_is_always_told_and_only_once() -> None:
-    display, stream, clock = plain()
-    display.start(epochs=1, steps=7)
-    run(display, clock, 7)
-    display.end("completed", None)
-    assert stream.getvalue().count("step 7/7") == 1
-    display.start(epochs=1, steps=1)
-    run(display, clock, 1)
-    display.end("completed", None)
-    assert stream.getvalue().count("step 1/1 ") == 1
-    assert stream.getvalue().endswith("completed after 1 step in 0:00:00\n")
-
-
 @pytest.mark.parametrize("make", [plain, bar])
 def test_a_loss_is_not_read_between_redraws(make: Any) -> None:
     display, _, clock = make()
@@ -117,19 +93,6 @@ def test_the_bar_shows_a_loss_that_the_device_has_had_time_to_compute() -> None:
     assert "3/3  loss 3.0000" in shown(stream)
 
 
-def test_a_loss_that_cannot_be_read_is_left_out() -> None:
-    display, stream, _ = plain()
-
-    def fail() -> float:
-        raise RuntimeError("device lost")
-
-    display.start(epochs=1, steps=2)
-    display.advance(1, LazyFloat(fail))
-    display.end("error", None)
-    assert "step 1/2" in stream.getvalue()
-    assert "loss" not in stream.getvalue()
-
-
 def test_the_bar_tells_everything() -> None:
     display, stream, clock = bar()
     display.start(epochs=3, steps=900)
@@ -144,7 +107,7 @@ def test_the_bar_tells_everything() -> None:
     assert last_line == "stopped after 450 steps in 0:00:56"
 
 
-@pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 200])
+@pytest.mark.parametrize("width", [10, 60, 200])
 def test_the_bar_fits_into_every_terminal(width: int) -> None:
     display, stream, clock = bar(width)
     display.start(epochs=3, steps=900)
@@ -174,25 +137,6 @@ def test_without_a_number_of_steps_time_left_comes_from_epochs_and_batches() -> 
 
 
 @pytest.mark.parametrize("make", [plain, bar])
-def test_zero_steps_are_fine(make: Any) -> None:
-    display, stream, _ = make()
-    display.start(epochs=0, steps=0)
-    display.end("completed", None)
-    assert "step 0/0" in shown(stream)
-    assert shown(stream).endswith("completed after 0 steps in 0:00:00\n")
-
-
-def test_a_resumed_training_counts_its_own_steps_in_the_rate() -> None:
-    display, stream, clock = plain()
-    display.start(epochs=1, steps=100, first_step=90)
-    clock.now += 5
-    display.advance(95, 1.0)
-    display.end("completed", None)
-    assert "step 95/100  loss 1.0000  1.0 s/step  left 0:00:05" in stream.getvalue()
-    assert "after 5 steps" in stream.getvalue()
-
-
-@pytest.mark.parametrize("make", [plain, bar])
 def test_end_without_start_and_a_second_end_show_nothing(make: Any) -> None:
     display, stream, _ = make()
     display.end("error", Summary(1.0, (hook("watch"),)))
@@ -202,13 +146,6 @@ def test_end_without_start_and_a_second_end_show_nothing(make: Any) -> None:
     before = stream.getvalue()
     display.end("completed", None)
     assert stream.getvalue() == before
-
-
-def test_the_cursor_is_not_hidden() -> None:
-    display, stream, clock = bar()
-    display.start(epochs=1, steps=9)
-    run(display, clock, 3)
-    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")
 
 
 @pytest.mark.parametrize("make", [plain, bar])
@@ -234,18 +171,9 @@ def test_the_table_lists_hooks_and_failures(make: Any) -> None:
     assert "saver: last error: ValueError: [/x] é" in shown(stream)
 
 
-@pytest.mark.parametrize("summary", [None, Summary(1.0)])
-def test_without_hooks_there_is_no_table(summary: Summary | None) -> None:
-    display, stream, _ = plain()
-    display.start(epochs=1, steps=1)
-    display.end("completed", summary)
-    assert "failures" not in stream.getvalue()
-
-
-@pytest.mark.parametrize("width", [20, 110])
-def test_a_terminal_without_unicode_gets_question_marks(width: int) -> None:
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
     file = ascii_file()
-    display, _, clock = bar(width, file)
+    display, _, clock = bar(file=file)
     display.start(epochs=3, steps=9)
     run(display, clock, 5)
     display.say("é")
@@ -264,19 +192,6 @@ def test_a_pipe_that_was_closed_does_not_stop_training() -> None:
     display.advance(1, 1.0)
     display.say("hello")
     display.end("completed", None)
-
-
-def test_off_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in ("off", False):
-        display = make_progress(kind)  # type: ignore[arg-type]
-        assert type(display) is progress.Progress
-        display.start(epochs=1, steps=1)
-        display.epoch(0, 1)
-        display.advance(1, 1.0)
-        display.validation({}, 0, 1)
-        display.say("hello")
-        display.end("completed", None)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_the_display_follows_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,19 +237,6 @@ def test_a_notebook_has_one_display_that_is_updated(
     assert "watch" in capsys.readouterr().out
 
 
-def test_rich_is_imported_only_for_a_bar() -> None:
-    code = """if True:
-        import sys
-        from hookline.trainer.progress import make_progress
-        for kind in ("off", "plain"):
-            display = make_progress(kind)
-            display.start(epochs=1, steps=1)
-            display.end("completed", None)
-        assert "rich" not in sys.modules and "IPython" not in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_prints_and_log_records_appear_above_the_bar() -> None:
     import pty
@@ -372,16 +274,3 @@ def test_prints_and_log_records_appear_above_the_bar() -> None:
     for line in ("a print", "WARNING:root:a record", "half and half"):
         assert f"\r\x1b[2K{line}\r\n" in text
     assert "Traceback" not in text
-
-
-def test_handlers_that_write_elsewhere_are_left_alone() -> None:
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logging.root.addHandler(handler)
-    try:
-        display = make_progress("bar", stream=io.StringIO())
-        display.start(epochs=1, steps=1)
-        assert handler.stream is stream
-        display.end("completed", None)
-    finally:
-        logging.root.removeHandler(handler)

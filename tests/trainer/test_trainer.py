@@ -28,7 +28,6 @@ from hookline import (
     GenericTrainer,
     HooksConfig,
     Trainer,
-    TrainerConfig,
     TrainingError,
     get_trainer,
 )
@@ -80,13 +79,10 @@ def test_epochs_batches_and_steps_are_counted():
     assert (trainer.step, trainer.status) == (6, "completed")
 
 
-def test_one_epoch_is_the_default():
-    assert fit(data=batches(5)).step == 5
-
-
 @pytest.mark.parametrize(
     ("fields", "steps"),
     [
+        ({}, 4),
         ({"max_steps": 7}, 7),
         ({"max_steps": 2}, 2),
         ({"max_steps": 7, "max_epochs": 1}, 4),
@@ -115,26 +111,17 @@ def test_a_hook_may_stop_training_from_anywhere():
     assert names(hook)[-2:] == ["on_epoch_end", "on_train_end"]
 
 
-def test_an_exception_is_told_and_goes_on():
+@pytest.mark.parametrize(
+    ("error", "status"), [(ZeroDivisionError, "error"), (KeyboardInterrupt, "interrupted")]
+)
+def test_an_exception_is_told_and_goes_on(error, status):
     def broken(model, batch):
-        raise ZeroDivisionError("my step")
+        raise error("my step")
 
-    hook = recorder(on_exception=("exception",), on_train_end=("status",))
-    with pytest.raises(ZeroDivisionError, match="my step"):
+    hook = recorder("on_exception", on_train_end=("status",))
+    with pytest.raises(error, match="my step"):
         fit(hook, step_fn=broken)
-    assert names(hook) == ["on_exception", "on_train_end"]
-    assert told_in(hook, "on_train_end") == [{"status": "error"}]
-
-
-def test_ctrl_c_is_told_as_an_interruption():
-    class Interrupts(hookline.Hook):
-        def on_step_end(self):
-            raise KeyboardInterrupt
-
-    hook = recorder(on_exception=("exception",), on_train_end=("status",))
-    with pytest.raises(KeyboardInterrupt):
-        fit(Interrupts(), hook)
-    assert told_in(hook, "on_train_end") == [{"status": "interrupted"}]
+    assert hook.told == ["on_exception", ("on_train_end", {"status": status})]
 
 
 def test_a_second_fit_is_a_new_run():
@@ -154,8 +141,11 @@ def test_a_skipped_step_is_not_made_up_for_by_the_gradients_of_the_next():
                 trainer.skipped_one = True
                 trainer.skip_optimizer_step()
 
+    hook = recorder(on_step_skipped=("reason",))
     model, optimizer = make()
-    fit(SkipsFirst(), model=model, optimizers=optimizer, data=batches(2))
+    trainer = fit(SkipsFirst(), hook, model=model, optimizers=optimizer, data=batches(2))
+    assert told_in(hook, "on_step_skipped") == [{"reason": "a hook asked"}]
+    assert trainer.step == 1
     plain, plain_optimizer = make()
     x, _ = batches(2)[0]
     plain(x)  # the skipped batch drew its dropout, too
@@ -163,36 +153,23 @@ def test_a_skipped_step_is_not_made_up_for_by_the_gradients_of_the_next():
     assert same(weights(model), weights(plain))
 
 
-@pytest.mark.parametrize("reason", ["", None])
-def test_a_step_is_skipped_also_without_a_reason(reason):
-    class Skips(hookline.Hook):
-        def on_before_optimizer_step(self, trainer):
-            trainer.skip_optimizer_step(reason=reason)
-
-    hook, (model, optimizer) = recorder(on_step_skipped=("reason",)), make()
-    trainer = fit(Skips(), hook, model=model, optimizers=optimizer, data=batches(2))
-    assert (trainer.step, hook.told[0][1]["reason"]) == (0, "a hook asked")
-
-
 def test_training_step_by_hand():
-    hook = recorder("on_train_start", "on_epoch_start", "on_step_end", "on_train_end")
+    hook = recorder(
+        "on_train_start", "on_epoch_start", "on_step_end", "on_epoch_end", "on_train_end"
+    )
     model, optimizer = make()
     trainer = Trainer(config(accumulate=2), model, optimizer, hooks=[hook])
     plain, _ = make()
     torch.manual_seed(3)
-    losses = [float(trainer.training_step(batch)) for batch in batches(4)]
+    losses = [float(trainer.training_step(batch)) for batch in batches(5)]
     assert trainer.step == 2
     torch.manual_seed(3)
     x, y = batches(1)[0]
     assert losses[0] == F.mse_loss(plain(x), y).item()
     trainer.finish()
-    assert hook.told == [
-        "on_train_start",
-        "on_epoch_start",
-        "on_step_end",
-        "on_step_end",
-        "on_train_end",
-    ]
+    assert (trainer.step, trainer.status) == (3, "completed")
+    steps = ["on_step_end"] * 3
+    assert hook.told == ["on_train_start", "on_epoch_start", *steps, "on_epoch_end", "on_train_end"]
 
 
 # -- the loss -------------------------------------------------------------------------------------
@@ -341,25 +318,6 @@ def test_schedulers_may_step_once_an_epoch():
     assert [t["lr"] for t in told_in(hook, "on_step_end")] == [0.1, 0.1, 0.05, 0.05]
 
 
-def test_a_hook_may_skip_an_optimizer_step():
-    class Skips(hookline.Hook):
-        def on_before_optimizer_step(self, trainer, step):
-            if not trainer.skipped:
-                trainer.skipped = True
-                trainer.skip_optimizer_step(0)
-
-    hook = recorder(on_step_skipped=("reason",), on_step_end=("step", "ctx"))
-    model, optimizer = make()
-    trainer = Trainer(config(), model, optimizer, hooks=[Skips(), hook])
-    trainer.skipped = False
-    before = weights(model)
-    trainer.fit(batches(1))
-    assert same(weights(model), before)
-    assert told_in(hook, "on_step_skipped") == [{"reason": "a hook asked"}]
-    assert told_in(hook, "on_step_end")[0]["ctx"].skipped
-    assert trainer.step == 0
-
-
 @pytest.mark.parametrize("how", [{"clip_norm": 0.01}, {"clip_value": 0.001}])
 def test_gradients_are_clipped_and_the_norm_before_is_told(how):
     seen = []
@@ -399,14 +357,9 @@ def nan_at(i, n=6):
     return data
 
 
-def test_a_nan_loss_stops_training_one_step_late_and_says_where():
-    with pytest.raises(TrainingError, match=r"nan.*epoch 0, loader 'train', batch 2"):
+def test_a_nan_loss_stops_training_or_is_skipped_or_ignored():
+    with pytest.raises(TrainingError, match=r"nan in epoch 0, loader 'train', batch 2"):
         fit(data=nan_at(2))
-    with pytest.raises(TrainingError, match="batch 5"):
-        fit(data=nan_at(5))
-
-
-def test_a_nan_loss_may_be_skipped_or_ignored():
     hook = recorder(on_step_skipped=("reason",))
     model, optimizer = make()
     assert fit(hook, model=model, optimizers=optimizer, data=nan_at(2), on_nan="skip").step == 5
@@ -435,9 +388,14 @@ def test_several_loaders_have_metrics_of_their_own_and_over_all():
 
 def test_validation_is_told_and_leaves_no_trace():
     class Rolls(hookline.Hook):
+        def on_validation_start(self, model):
+            torch.rand(3)
+
         def on_validation_batch_end(self, model):
             torch.rand(3)
             assert not model.training
+
+        on_validation_end = on_validation_start
 
     def run(val):
         model, optimizer = make()
@@ -519,20 +477,6 @@ def test_the_state_has_the_keys_of_a_small_trainer():
     }
 
 
-def test_tokens_are_counted():
-    hook = recorder(on_step_end=("tokens_seen", "ctx"))
-
-    def step(model, batch):
-        return F.mse_loss(model(batch["x"]), batch["y"])
-
-    data = [{"input_ids": torch.zeros(2, 6), "x": x, "y": y} for x, y in batches(2)]
-    fit(hook, data=data, step_fn=step)
-    assert [a["tokens_seen"] for a in told_in(hook, "on_step_end")] == [12, 24]
-    hook = recorder(on_step_end=("tokens_seen",))
-    fit(hook, tokens_fn=lambda batch: 5, data=batches(2))
-    assert [a["tokens_seen"] for a in told_in(hook, "on_step_end")] == [5, 10]
-
-
 # -- making one -----------------------------------------------------------------------------------
 
 
@@ -555,12 +499,6 @@ def test_get_trainer_passes_on_every_argument_of_a_trainer():
         get_trainer("simple", model, batches(2), optimizer, **options)
 
 
-def test_get_trainer_knows_its_kinds():
-    model, optimizer = make()
-    with pytest.raises(TrainingError, match="Unknown trainer 'fancy'"):
-        get_trainer("fancy", model, batches(1), optimizer)
-
-
 def test_hooks_come_from_a_configuration_by_class_path():
     model, optimizer = make()
     path = "user_hooks.Lifecycle"
@@ -576,55 +514,17 @@ def test_a_configuration_may_be_a_mapping_and_nothing_else_is_one():
     assert trainer.fit(batches(2)).step == 4
     with pytest.raises(hookline.ConfigError, match="Did you mean 'max_epochs'"):
         Trainer({"max_epoch": 2}, *make())
-    with pytest.raises(TypeError, match="not 'fast', a str"):
+    with pytest.raises(TypeError, match=r"is 'fast'; expected a TrainerConfig"):
         Trainer("fast", *make())
-
-
-def test_hooks_may_put_attributes_on_the_trainer():
-    class Puts(hookline.Hook):
-        def on_step_end(self, trainer):
-            trainer.hook_data = {"x": 1}
-
-    assert fit(Puts()).hook_data == {"x": 1}
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_epoch": 3}, "Unknown field 'max_epoch'. Did you mean 'max_epochs'"),
-        ({"max_epochs": -1}, "'max_epochs' is -1"),
-        ({"precision": "fp8"}, "'precision' is 'fp8'"),
-        ({"accumulate": 0}, "'accumulate' is 0"),
-        ({"hooks": {"hook_class": []}}, "Unknown field 'hooks.hook_class'. Did you mean 'hook_cl"),
-    ],
-)
-def test_a_configuration_that_does_not_fit_names_the_field_and_the_fix(fields, message):
-    with pytest.raises(hookline.ConfigError, match=re.escape(message)):
-        TrainerConfig(**fields)
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("Lonely", "Unknown hook"),
-        ("no_such_module.X", "There is no module"),
-        ("user_hooks.Lifecycl", "Did you mean 'Lifecycle'"),
-        ("collections.OrderedDict", "does not inherit from hookline.Hook"),
-    ],
-)
-def test_a_class_path_that_leads_nowhere_is_a_clear_error(path, message):
-    model, optimizer = make()
-    with pytest.raises(hookline.ConfigError, match=message):
-        Trainer(config(hooks={"hook_classes": [path]}), model, optimizer)
+    with pytest.raises(hookline.ConfigError, match="'max_epochs' is 'many'"):
+        trainer.config.max_epochs = "many"
+    with pytest.raises(TrainingError, match="Unknown trainer 'fancy'"):
+        get_trainer("fancy", *make(), batches(1))
 
 
 def test_bad_parts_are_refused_when_the_trainer_is_made():
     model, optimizer = make()
     other = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        Trainer(config(), "model", optimizer)
-    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
-        Trainer(config(), model, "sgd")
     with pytest.raises(TrainingError, match="at least one"):
         Trainer(config(), model, [])
     with pytest.raises(TrainingError, match=r"share the parameter 'first\.weight'"):
@@ -636,7 +536,7 @@ def test_bad_parts_are_refused_when_the_trainer_is_made():
         Trainer(config(), model, optimizer, torch.optim.lr_scheduler.StepLR(foreign, 1))
     with pytest.raises(TrainingError, match=r"add hooks to it with hookline\.attach"):
         Trainer(config(), model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(TrainingError, match="2 numbers for 1"):
+    with pytest.raises(TrainingError, match=r"is \[1, 2\] for 1 optim"):
         Trainer(config(optimizer_every=[1, 2]), model, optimizer)
     with pytest.raises(TrainingError, match=r"'cuda' cannot be used here|'nowhere'"):
         device = "nowhere" if torch.cuda.is_available() else "cuda"
@@ -651,21 +551,3 @@ def test_parameters_that_no_optimizer_holds_are_named(caplog):
     model, _ = make()
     Trainer(config(), model, torch.optim.SGD(model.first.parameters(), lr=0.1))
     assert "second.weight" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("max_epochs", "many", "TrainerConfig: 'max_epochs' is 'many'. Input should be a valid"),
-        (
-            "max_epoch",
-            3,
-            "Unknown field 'max_epoch'. Did you mean 'max_epochs'? The fields are",
-        ),
-    ],
-)
-def test_a_wrong_assignment_to_a_configuration_says_what_is_right(name, value, message):
-    config = TrainerConfig(max_epochs=2)
-    with pytest.raises(hookline.ConfigError, match=re.escape(message)):
-        setattr(config, name, value)
-    assert config.max_epochs == 2

@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 import torch
-from loops import batches, make, recorder, weights
+from loops import batches, fit, make, recorder, weights
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +18,8 @@ import hookline
 from hookline import Trainer, TrainerConfig, TrainingError
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.optimization.early_stopping import EarlyStopping
-from hookline.trainer.losses import BatchPlace, LossCheck
+from hookline.runs import read_records
+from hookline.trainer.losses import LossCheck
 from hookline.trainer.progress import PlainProgress
 
 
@@ -65,9 +66,9 @@ def test_the_batch_of_a_nan_loss_ends_before_training_stops_and_no_step_is_made(
 
 def test_on_an_accelerator_a_nan_loss_is_found_before_the_next_step():
     check = LossCheck("stop", deferred=True)
-    assert check.check(torch.tensor(float("nan")), BatchPlace(0, "train", 0)) == ""
+    assert check.check(torch.tensor(float("nan")), "batch 0") == ""
     with pytest.raises(TrainingError, match="batch 0"):
-        check.check(torch.tensor(1.0), BatchPlace(0, "train", 1))
+        check.check(torch.tensor(1.0), "batch 1")
 
 
 # -- metrics that nobody measures -----------------------------------------------------------------
@@ -326,29 +327,17 @@ def test_metrics_of_a_step_function_are_recorded_for_each_step_and_epoch(tmp_pat
     assert values(trainer.run, "train/double_epoch") == pytest.approx([sum(losses)])
 
 
-def test_the_loss_of_a_training_step_is_a_float():
-    trainer = Trainer(config(), *make())
-    loss = trainer.training_step(batches(1)[0])
-    trainer.finish()
-    assert json.loads(json.dumps({"loss": loss})) == {"loss": loss}
-    assert torch.tensor(loss).item() == pytest.approx(loss)
-    assert type(loss) is float
-
-
 # -- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda m, o: ((m, o), {}), r"The configuration comes first: Trainer\(config, model"),
-        (lambda m, o: ((None, type(m), o), {}), r"A model is a torch.nn.Module, not <class"),
+        (lambda m, o: ((m, o), {}), r"expected a TrainerConfig.*Trainer\(config, model"),
+        (lambda m, o: ((None, type(m), o), {}), r"expected a torch.nn.Module"),
         (lambda m, o: ((None, m, torch.optim.SGD), {}), r"expected one torch.optim.Optimizer or"),
-        (lambda m, o: ((TrainerConfig, m, o), {}), r"not <class '.*TrainerConfig'>, a Model"),
         (lambda m, o: ((None, m, "adam"), {}), r"optimizers is 'adam'; expected one torch.optim"),
         (lambda m, o: ((None, m, o), {"loss_fn": nn.MSELoss}), r"loss_fn is the class MSELoss"),
-        (lambda m, o: ((None, m, o), {"val_loader": []}), r"'val_loader'.*fit\(loader, val_loade"),
-        (lambda m, o: ((None, m, o), {"max_epochs": 3}), r"TrainerConfig\(max_epochs=…\)"),
         (lambda m, o: ((None, m, o), {"loss_fn": "mse"}), r"loss_fn is 'mse'; expected a function"),
         (lambda m, o: ((None, m, o), {"tokens_fn": 3}), r"tokens_fn is 3; expected a function"),
         (
@@ -364,26 +353,13 @@ def test_the_loss_of_a_training_step_is_a_float():
             lambda m, o: ((None, m, o), {"schedulers": "cosine"}),
             r"schedulers has 'cosine'.*StepLR\(",
         ),
-        (lambda m, o: ((None, m, o), {"los_fn": 3}), r"'los_fn'. Did you mean 'loss_fn'"),
+        (lambda m, o: ((None, m, o), {"los_fn": 3}), "unexpected keyword argument 'los_fn'"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_explained(arguments, message):
     given, named = arguments(*make())
     with pytest.raises(TypeError, match=message):
         Trainer(*given, **named)
-
-
-def test_an_unknown_argument_of_fit_is_explained():
-    with pytest.raises(TypeError, match=r"fit\(\) has no argument 'val_loader'.*val_loaders=…"):
-        Trainer(config(), *make()).fit(batches(1), val_loader=batches(1))
-    with pytest.raises(TypeError, match=r"'train_loader'. Data is given to fit\(loader"):
-        Trainer(config(), *make()).fit(train_loader=batches(1))
-
-
-def test_a_training_metric_that_is_read_after_validation_names_the_option():
-    trainer = Trainer(config(), *make(), hooks=[hookline.EarlyStopping(monitor="train/loss")])
-    with pytest.raises(TrainingError, match=r"reads after validation.*check_on_train_epoch_end"):
-        trainer.fit(batches(1))
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), "text", None, [1, 2]])
@@ -395,3 +371,75 @@ def test_a_metric_that_is_not_a_number_is_refused_at_the_first_batch(value):
     with pytest.raises(TrainingError, match=r"step_fn returned .* as the metric 'logits'"):
         trainer.fit(batches(3))
     assert trainer.step == 0
+
+
+# -- what is recorded --------------------------------------------------------------------------
+
+
+def fit_and_read(tmp_path, *hooks, **options):
+    trainer = fit(*hooks, data=batches(2), **{"runs": tmp_path} | options)
+    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
+    return trainer, [json.loads(line) for line in lines]
+
+
+def test_values_are_recorded_by_kind(tmp_path):
+    class Logs(hookline.Hook):
+        def on_step_end(self, trainer, model):
+            trainer.log("scalar", torch.tensor(2.5))
+            trainer.log("words", "hello", kind="text")
+            trainer.log("weights", model.first.weight.detach(), kind="histogram")
+            trainer.log("picture", torch.rand(3, 4, 5), kind="image")
+
+    trainer, records = fit_and_read(tmp_path, Logs())
+    by_name = {record["name"]: record for record in records if record["step"] == 1}
+    assert by_name["scalar"]["value"] == 2.5
+    assert (by_name["words"]["kind"], by_name["words"]["value"]) == ("text", "hello")
+    assert sum(by_name["weights"]["value"]["counts"]) == 128
+    assert (trainer.run.path / by_name["picture"]["value"]["path"]).read_bytes()[1:4] == b"PNG"
+
+
+def test_what_is_logged_carries_its_step_and_epoch(tmp_path):
+    class Logs(hookline.Hook):
+        def on_step_end(self, trainer, step):
+            trainer.log("x", step)
+
+    _, records = fit_and_read(tmp_path, Logs(), max_epochs=2)
+    told = [(r["step"], r["epoch"], r["value"]) for r in records if r["name"] == "x"]
+    assert told == [(1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 1, 4)]
+
+
+@pytest.mark.parametrize("off", ["off", False])
+def test_the_display_is_off_with_one_setting(tmp_path, capsys, off):
+    fit_and_read(tmp_path, progress=off)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_unknown_kind_is_an_error_also_without_a_record():
+    trainer = Trainer(TrainerConfig(runs=None, progress="off"), *make())
+    with pytest.raises(hookline.RunError, match=r"Unknown kind 'picture'\. There are 'scalar'"):
+        trainer.log("a", 1.0, kind="picture")
+
+
+def test_epoch_means_have_one_name_in_the_run_of_both_loops(tmp_path):
+    model, optimizer = make()
+
+    def step_fn(model, batch):
+        x, y = batch
+        return {"loss": (model(x) - y).square().mean(), "size": len(x)}
+
+    config = {"runs": tmp_path / "trainer", "progress": "off"}
+    trainer = Trainer(config, model, optimizer, step_fn=step_fn)
+    trainer.fit({"web": batches(2), "code": batches(1)})
+    names = {record["name"] for record in read_records(trainer.run.path / "metrics.jsonl")}
+    assert {"train/loss_epoch", "train/size_epoch", "train/dl_web/size_epoch"} <= names
+    assert {"train/loss", "train/size"} <= names
+
+    with hookline.attach(model, optimizer, runs=tmp_path / "loop") as session, session.epoch():
+        for batch in session.batches(batches(2)):
+            outputs = step_fn(model, batch)
+            session.log("size", outputs["size"])
+            outputs["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    names = {record["name"] for record in read_records(session.run.path / "metrics.jsonl")}
+    assert {"train/loss", "train/size", "train/loss_epoch", "train/size_epoch"} <= names

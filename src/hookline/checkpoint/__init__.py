@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         find_checkpoint,
         set_pointer,
     )
-    from hookline.checkpoint.differences import describe_differences, select_fitting
     from hookline.checkpoint.folder import Checkpoint, load_checkpoint, save_checkpoint
     from hookline.checkpoint.saver import CheckpointSaver, SaveResult
 
@@ -28,11 +27,9 @@ __all__ = [
     "CheckpointSaver",
     "SaveResult",
     "complete_checkpoints",
-    "describe_differences",
     "find_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
-    "select_fitting",
     "set_pointer",
 ]
 
@@ -42,6 +39,5 @@ __getattr__, __dir__ = lazy_exports(
         "folder": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
         "catalog": ("FORMAT_VERSION", "complete_checkpoints", "find_checkpoint", "set_pointer"),
         "saver": ("CheckpointSaver", "SaveResult"),
-        "differences": ("describe_differences", "select_fitting"),
     },
 )

@@ -294,9 +294,18 @@ def is_weights_only(manifest: Manifest) -> bool:
     return bool(manifest["info"].get("weights_only"))
 
 
-def damage_error(path: Path, name: str, problem: str) -> CheckpointError:
-    """Return the error for a damaged file of a checkpoint."""
-    return InvalidCheckpointError(name, problem).in_checkpoint(path, _describe_others(path))
+@contextmanager
+def naming_damage(path: Path, name: str) -> Generator[None]:
+    """Turn whatever is raised while a file of a checkpoint is read into an error that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except InvalidCheckpointError as error:
+        raise error.in_checkpoint(path) from error
+    except Exception as error:  # a file with the right hash may still have the wrong content
+        invalid = InvalidCheckpointError(name, f"cannot be read: {type(error).__name__}: {error}")
+        raise invalid.in_checkpoint(path, _describe_others(path)) from error
 
 
 def scan_checkpoints(folder: Path) -> CheckpointScan:
@@ -409,11 +418,12 @@ def find_checkpoint(
             f"{folder} is a symbolic link, which is not followed. To use the checkpoints there, "
             f"give {folder.resolve()}."
         )
-    found = find_newest_checkpoint(folder, verify=verify, weights_suffice=weights_suffice)
+    scan = scan_checkpoints(folder)
+    found = _choose_newest(folder, scan, verify, weights_suffice)
     if found is not None:
         return found
-    complete = scan_checkpoints(folder).complete
-    others = [f"{path.name} ({why})" for path, m in complete.items() if (why := _describe_kind(m))]
+    kinds = {path.name: _describe_kind(manifest) for path, manifest in scan.complete.items()}
+    others = [f"{name} ({why})" for name, why in kinds.items() if why]
     advice = f"To use one of these, give its folder: {', '.join(others)}." if others else _ADVICE
     raise CheckpointError(
         f"No complete checkpoint{' to resume from' if others else ''} in {folder}. Found there: "
@@ -436,19 +446,10 @@ def path_exists(path: Path) -> bool:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}). {_ADVICE}") from error
 
 
-def find_newest_checkpoint(
-    folder: Path, *, verify: bool = False, weights_suffice: bool = False
+def _choose_newest(
+    folder: Path, scan: CheckpointScan, verify: bool, weights_suffice: bool
 ) -> Path | None:
-    """Return the newest complete checkpoint in a folder of checkpoints, or None.
-
-    Checkpoints that were saved after a crash are not considered. A warning names the damaged ones.
-
-    Args:
-        folder: The folder `checkpoints/` of a run, or another folder of checkpoints.
-        verify: Also compare the hashes of all files, beginning with the newest checkpoint.
-        weights_suffice: Whether one that has only the model's weights is considered.
-    """
-    scan = scan_checkpoints(folder)
+    """Return the newest complete checkpoint, or None; a warning names the damaged ones."""
     damage = [f"{folder / name}{os.sep}{problem}" for name, problem in scan.damage.items()]
     name = read_pointers(folder).get("last")
     if name is not None and folder / name not in scan.complete and name not in scan.damage:
@@ -475,11 +476,10 @@ def _follow_pointer(pointer: Path) -> Path:
             "or of a run, or the file 'last' or 'best' in checkpoints/."
         )
     name = read_pointers(pointer.parent).get(pointer.name)
-    complete = complete_checkpoints(pointer.parent)
-    if name is None or pointer.parent / name not in complete:
-        problem = f"names '{name}', which is missing or damaged"
+    complete = [path.name for path in complete_checkpoints(pointer.parent)]
+    if name not in complete:
+        problem = f"names '{name}', which is missing or damaged" if name else "names no checkpoint"
         raise CheckpointError(
-            f"{pointer} {problem if name is not None else 'names no checkpoint'}. Complete "
-            f"checkpoints there: {listed(p.name for p in complete)}."
+            f"{pointer} {problem}. Complete checkpoints there: {listed(complete)}."
         )
     return pointer.parent / name

@@ -11,16 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hookline.checkpoint.catalog import (
-    InvalidCheckpointError,
-    damage_error,
-    read_json,
-    read_manifest,
-)
+from hookline.checkpoint.catalog import naming_damage, read_json, read_manifest
 from hookline.checkpoint.tensor_header import read_header
 from hookline.files import file_limits, open_regular_file
 
-_DTYPES = {"F": "float", "I": "int", "U": "uint", "C": "complex", "BF": "bfloat"}
 _MAX_SHOWN = 8
 
 
@@ -55,17 +49,11 @@ class CheckpointContents:
 def read_contents(path: Path) -> CheckpointContents:
     """Return what a checkpoint contains."""
     manifest = read_manifest(path)
-    name = "model.safetensors"
-    try:
-        weights = _read_weights(path / name)
-        name = "state.json"
-        tree = read_json(path / name, file_limits.state_bytes)
+    with naming_damage(path, "model.safetensors"):
+        weights = _read_weights(path / "model.safetensors")
+    with naming_damage(path, "state.json"):
+        tree = read_json(path / "state.json", file_limits.state_bytes)
         state = {key: _summarize(value) for key, value in tree["state"].items()}
-    except InvalidCheckpointError as error:
-        raise error.in_checkpoint(path) from error
-    except Exception as error:  # a file with the right hash may still have the wrong content
-        problem = f"cannot be read: {type(error).__name__}: {error}"
-        raise damage_error(path, name, problem) from error
     return CheckpointContents(manifest, weights, state)
 
 
@@ -74,24 +62,13 @@ def _read_weights(file: Path) -> list[TensorEntry]:
     with open_regular_file(file) as stream:
         header = read_header(stream)
     entries: dict[str, TensorEntry] = {}
-    for one in header.tensors:
-        dtype, shape = one.viewed or (_torch_name(one.dtype), one.shape)
-        size = one.size
-        if one.name in header.shards:  # other files have the other shards
-            item_size = size // max(math.prod(shape), 1)
-            shape = header.shards[one.name][0]
-            size = math.prod(shape) * item_size
-        entries[one.name] = TensorEntry(one.name, dtype, shape, size)
+    for one in header.tensors.values():
+        size = one.size // max(math.prod(one.shape), 1) * math.prod(one.whole)  # of all shards
+        entries[one.name] = TensorEntry(one.name, one.dtype, one.whole, size)
     for name, other in header.tied.items():
         tied = entries[other]
         entries[name] = TensorEntry(name, tied.dtype, tied.shape, 0, other)
     return list(entries.values())
-
-
-def _torch_name(dtype: str) -> str:
-    """Return torch's name of a dtype of safetensors: `float32` for F32."""
-    letters = dtype.rstrip("0123456789")
-    return _DTYPES[letters] + dtype[len(letters) :] if letters in _DTYPES else dtype.lower()
 
 
 def _summarize(value: Any) -> str:

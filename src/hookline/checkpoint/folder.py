@@ -24,13 +24,12 @@ from torch import Tensor
 
 from hookline.arguments import user_path
 from hookline.checkpoint.catalog import (
-    InvalidCheckpointError,
-    damage_error,
+    naming_damage,
     read_json,
     read_manifest,
     shard_files,
 )
-from hookline.checkpoint.saver import CheckpointWriter, SaveResult
+from hookline.checkpoint.saver import CheckpointWriter
 from hookline.checkpoint.snapshot import (
     Decoder,
     SnapshotBuffers,
@@ -39,7 +38,6 @@ from hookline.checkpoint.snapshot import (
     encode_state,
 )
 from hookline.checkpoint.tensor_files import read_tensors
-from hookline.errors import CheckpointError
 from hookline.files import file_limits
 
 
@@ -78,24 +76,11 @@ def save_checkpoint(
     encoded = encode_state(model, state)
     files = SnapshotBuffers().copy(encoded)
     writer = CheckpointWriter(files, encode_info(info), begin, tree=encoded.tree)
-    return _get_path(writer.write(user_path(folder), move_last=False))
-
-
-def _get_path(result: SaveResult) -> Path:
-    """Return the checkpoint that was written; raise if it was not."""
+    result = writer.write(user_path(folder), move_last=False)
     if result.error is not None:
         raise result.error
     assert result.path is not None
     return result.path
-
-
-def duplicate_checkpoint(path: Path, folder: Path) -> Path:
-    """Save a checkpoint in a second folder, with hard links where the file system has them."""
-    begin = perf_counter()
-    manifest = read_manifest(path, verify_files=True)
-    writer = CheckpointWriter({}, manifest["info"], begin)
-    writer.use_files_of(path, manifest["files"])
-    return _get_path(writer.write(folder, move_last=False))
 
 
 @dataclass(frozen=True)
@@ -134,31 +119,24 @@ def load_checkpoint(
     """
     path = user_path(path)
     manifest = read_manifest(path, verify_files=True, ranks=(selection.rank, selection.size))
-    name = "model.safetensors"
-    try:
+    with naming_damage(path, "model.safetensors"):
         shards = [path / file for file in shard_files(manifest, "model")]
-        model: OrderedDict[str, Any] = OrderedDict(
-            read_tensors(path / name, torch.device(device), shards, selection.find_weight)
-        )
-        name = "state.safetensors"
+        file = path / "model.safetensors"
+        weights = read_tensors(file, torch.device(device), shards, selection.find_weight)
+        model: OrderedDict[str, Any] = OrderedDict(weights)
+    with naming_damage(path, "state.safetensors"):
         shards = [path / file for file in shard_files(manifest, "state")]
-        tensors = read_tensors(path / name, torch.device("cpu"), shards, selection.find_state)
-        name = "state.json"
-        tree = read_json(path / name, file_limits.state_bytes)
-        decoder = Decoder(tensors)
+        file = path / "state.safetensors"
+        decoder = Decoder(read_tensors(file, torch.device("cpu"), shards, selection.find_state))
+    with naming_damage(path, "state.json"):
+        tree = read_json(path / "state.json", file_limits.state_bytes)
         state = _expect_mapping(decoder.decode(tree["state"]), "state")
         model.update(_expect_mapping(decoder.decode(tree["model"]), "model"))
         if "metadata" in tree:  # older checkpoints do not have it
             model._metadata = _read_versions(decoder.decode(tree["metadata"]))  # type: ignore[attr-defined]
-        name = "manifest.json"
-        return Checkpoint(path, decode(manifest["info"], {}), model, state)
-    except CheckpointError:
-        raise
-    except InvalidCheckpointError as error:
-        raise error.in_checkpoint(path) from error
-    except Exception as error:  # a file with the right hash may still have the wrong content
-        problem = f"cannot be read: {type(error).__name__}: {error}"
-        raise damage_error(path, name, problem) from error
+    with naming_damage(path, "manifest.json"):
+        info = decode(manifest["info"], {})
+    return Checkpoint(path, info, model, state)
 
 
 def _expect_mapping(value: Any, section: str) -> dict[str, Any]:

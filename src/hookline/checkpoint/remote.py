@@ -81,9 +81,6 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
         fs.invalidate_cache()
         into.mkdir(parents=True, exist_ok=True)
         remove_leftovers(into)
-        single = _RemoteCheckpoint.read(fs, root, url)
-        if single is not None:
-            return single.fetch(into)
         return _fetch_newest(fs, root, url, into)
     except CheckpointError:
         raise
@@ -92,18 +89,12 @@ def fetch_checkpoint(url: str, into: Path) -> Path:
 
 
 def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
-    if fs.isdir(f"{root}/checkpoints") and not _is_link(fs.info(f"{root}/checkpoints")):
-        root, url = f"{root}/checkpoints", f"{url}/checkpoints"
-    found: list[_RemoteCheckpoint] = []
-    damage: list[str] = []
-    for name in _list_folders(fs, root):
-        try:
-            checkpoint = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}")
-        except CheckpointError as error:
-            damage.append(str(error))
-        else:
-            if checkpoint is not None and checkpoint.is_resumable:
-                found.append(checkpoint)
+    single = _RemoteCheckpoint.read(fs, root, url)
+    found, damage = [single] if single is not None else [], list[str]()
+    if single is None:
+        if fs.isdir(f"{root}/checkpoints") and not _is_link(fs.info(f"{root}/checkpoints")):
+            root, url = f"{root}/checkpoints", f"{url}/checkpoints"
+        found, damage = _list_resumable(fs, root, url)
     for checkpoint in sorted(found, key=lambda one: age_key(one.name, one.manifest), reverse=True):
         try:
             path = checkpoint.fetch(into)
@@ -117,6 +108,21 @@ def _fetch_newest(fs: Any, root: str, url: str, into: Path) -> Path:
         f"No complete checkpoint at {url}. "
         + (" ".join(damage) or "Give the URL of a checkpoint, of a run or of its checkpoints.")
     )
+
+
+def _list_resumable(fs: Any, root: str, url: str) -> tuple[list[_RemoteCheckpoint], list[str]]:
+    """Return the checkpoints in a folder that a run resumes from, and what is wrong with others."""
+    found: list[_RemoteCheckpoint] = []
+    damage: list[str] = []
+    for name in _list_folders(fs, root):
+        try:
+            one = _RemoteCheckpoint.read(fs, f"{root}/{name}", f"{url}/{name}")
+        except CheckpointError as error:
+            damage.append(str(error))
+            continue
+        if one is not None and not (is_emergency(one.manifest) or is_weights_only(one.manifest)):
+            found.append(one)
+    return found, damage
 
 
 def _list_folders(fs: Any, root: str) -> list[str]:
@@ -179,10 +185,6 @@ class _RemoteCheckpoint:
     @property
     def name(self) -> str:
         return self.url.rpartition("/")[2] or "checkpoint"
-
-    @property
-    def is_resumable(self) -> bool:
-        return not (is_emergency(self.manifest) or is_weights_only(self.manifest))
 
     def fetch(self, into: Path) -> Path:
         """Copy the files, verify them, and rename the folder into place."""

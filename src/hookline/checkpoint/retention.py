@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
+from hookline.checkpoint.atomic_files import numbered_paths, sync, temporary_folder
 from hookline.checkpoint.catalog import (
     is_checkpoint_name,
     is_count,
@@ -330,20 +331,14 @@ class Retention:
         try:
             self._complete_save(path, writer, run_id)
         finally:
-            self.find_saved(writer, run_id, resumed_from=path)
+            self._find_saved(writer, run_id)
+            self._resumed_from = path.name
+            self._apply_rules()
 
-    def find_saved(
-        self,
-        writer: str,
-        run_id: str | None,
-        ranking: Mapping[str, Any] | None = None,
-        *,
-        resumed_from: Path | None = None,
-    ) -> None:
-        """Find the checkpoints of a writer, which may start in the middle of a run."""
+    def _find_saved(self, writer: str, run_id: str | None) -> None:
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
         for found, manifest in scan_checkpoints(self.folder).complete.items():
-            own = _find_own(found, writer, ranking or {})
+            own = _find_own(found, writer)
             info = manifest["info"]
             if own is None or (info.get("run_id"), info.get("step")) != (run_id, own.step):
                 continue
@@ -358,8 +353,6 @@ class Retention:
         if restored:
             log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
         self._restored = []
-        self._resumed_from = None if resumed_from is None else resumed_from.name
-        self._apply_rules()
 
     def _complete_save(self, path: Path, writer: str, run_id: str | None) -> None:
         """Make the checkpoints that were requested at the same boundary and are not there.
@@ -377,7 +370,11 @@ class Retention:
             if checkpoint.step != info.get("step") or os.path.lexists(folder):
                 continue
             if not self._weights_only:
-                folders.duplicate_checkpoint(path, folder)
+                with temporary_folder(self.folder, folder.name) as temporary:
+                    copy = shutil.copytree(path, temporary / "copy", copy_function=_link_or_copy)
+                    sync(copy)
+                    copy.rename(folder)
+                sync(self.folder)
                 continue
             full = folders.load_checkpoint(path)
             state = {"hooks": {writer: full.state["hooks"][writer]}}
@@ -386,15 +383,21 @@ class Retention:
             )
 
 
-def _find_own(path: Path, writer: str, ranking: Mapping[str, Any]) -> RetainedCheckpoint | None:
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, target)
+        sync(Path(target))
+
+
+def _find_own(path: Path, writer: str) -> RetainedCheckpoint | None:
     """Return the entry of a checkpoint in the writer's state that was saved with it."""
     from hookline.checkpoint.snapshot import decode  # here, because it imports torch
 
     try:
         tree = read_json(path / "state.json", file_limits.state_bytes)
         saved = tree["state"]["hooks"][writer]
-        if any(saved[name] != value for name, value in ranking.items()):
-            return None
         entries = _read_entries(decode(saved["checkpoints"]["latest"], {}))
     except Exception:  # saved by another writer, or not a state at all
         return None

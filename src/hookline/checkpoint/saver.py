@@ -365,17 +365,12 @@ class CheckpointWriter:
         self._tree = tree
         self._info = info
         self._hashes: dict[str, str] = {}
-        self._others: dict[str, Any] = {}  # sizes and hashes of files that are not in memory
+        self._others: dict[str, Any] = {}  # sizes and hashes of the shards of other ranks
         self._linkable: Path | None = None
         self._begin = begin
         self._synced = synced
         self._shared = shared
         self._path: Path | None = None  # of the checkpoint that was written last
-
-    def use_files_of(self, path: Path, files: Mapping[str, Any]) -> None:
-        """Write links to the files of a complete checkpoint, or copies, with these hashes."""
-        self._linkable = path
-        self._others.update(files)
 
     def write(self, folder: Path, *, move_last: bool) -> SaveResult:
         """Write a checkpoint that is durable afterwards; errors are part of the result."""
@@ -383,7 +378,10 @@ class CheckpointWriter:
         error: CheckpointError | None = None
         replaced = False
         try:
-            self._write(_visible(folder), move_last)
+            hidden = folder.name.startswith(".") or folder.name in ("last", "best")
+            if hidden:  # the name of an unfinished checkpoint, or of a pointer
+                log.warning("%s is saved as _%s: its name is reserved.", folder, folder.name)
+            self._write(folder.with_name(f"_{folder.name}") if hidden else folder, move_last)
         except _AbandonedError:
             replaced = True
         except Exception as failure:
@@ -424,7 +422,7 @@ class CheckpointWriter:
         for name, data in self._files.items():
             if not self._link(folder / name):
                 self._hashes[name] = self._write_file(folder / name, data)
-        if self._others and self._linkable is not None:  # of another folder
+        if self._others and self._linkable is not None:  # the shards are in the first folder
             for name in self._others:
                 if not self._link(folder / name):
                     shutil.copyfile(self._linkable / name, folder / name)
@@ -541,19 +539,6 @@ def _encode_manifest(files: Mapping[str, Any], info: Any, number: int) -> bytes:
     }
     manifest["check"] = hash_manifest(manifest)
     return (json.dumps(manifest, indent=1, allow_nan=False) + "\n").encode()
-
-
-def _visible(folder: Path) -> Path:
-    """Return a folder that is not taken for an unfinished checkpoint or for a pointer."""
-    name = folder.name
-    if not name.startswith(".") and name not in ("last", "best"):
-        return folder
-    log.warning(
-        "A checkpoint cannot be called '%s': such names are for unfinished checkpoints and for the "
-        "files 'last' and 'best'. It is called '_%s'.",
-        *(name, name),
-    )
-    return folder.with_name(f"_{name}")
 
 
 def _describe_failure(error: Exception, folder: Path, path: Path | None) -> str:

@@ -10,17 +10,15 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hookline.checkpoint.snapshot import NATIVE_DTYPES, memory_of
+from hookline.checkpoint.snapshot import memory_of
 from hookline.checkpoint.tensor_header import StoredTensor, read_header
 from hookline.files import open_handle
 from hookline.tensors.sharded import can_be_read_in_parts, shard_from_local, shard_of
-
-_DTYPES = {name: dtype for dtype, name in NATIVE_DTYPES.items()}
 
 FindShard = Callable[[str], Tensor | None]
 
@@ -43,36 +41,26 @@ def read_tensors(
     tensors: dict[str, Tensor] = {}
     joined: dict[str, _Joined] = {}
     with _TensorFile(path) as file:
-        tied, shards = file.tied, file.shards
-        for name in file.stored:
-            piece, like = file.locate(name), find_shard(name)
+        tied, shards = file.header.tied, set(file.header.shards)
+        for name, stored in file.header.tensors.items():
+            like = find_shard(name)
             if name in shards or like is not None:
-                joined[name] = _Joined(name, piece, like)
-                joined[name].add(file, piece)
+                joined[name] = _Joined(name, stored, like)
+                joined[name].add(file, stored)
             else:
-                tensors[name] = file.read(piece).to(device)
+                tensors[name] = file.read(stored).to(device)
     for other in shard_files:
         with _TensorFile(other) as file:
-            for name in file.shards:
-                if name in tied or name not in file:  # tied to another tensor, which is joined
+            for name in file.header.shards:
+                if name in tied:  # to another tensor, which is joined
                     continue
-                piece = file.locate(name)
-                if name not in shards or name not in joined or joined[name].shape != piece.whole:
+                stored = file.header.tensors[file.header.tied.get(name, name)]
+                if name not in shards or name not in joined or joined[name].shape != stored.whole:
                     raise ValueError(f"{other.name} has a shard of another tensor '{name}'")
-                joined[name].add(file, piece)
+                joined[name].add(file, stored)
     for name in list(joined):
         tensors[name] = joined.pop(name).make(device)
     return dict(sorted(tensors.items())) | {name: tensors[other] for name, other in tied.items()}
-
-
-class _Piece(NamedTuple):
-    """A tensor in a file: all of a whole tensor, or the shard of it that begins at an offset."""
-
-    stored: StoredTensor
-    dtype: torch.dtype
-    shape: list[int]
-    whole: list[int]
-    offset: list[int]
 
 
 class _TensorFile:
@@ -81,13 +69,10 @@ class _TensorFile:
     def __init__(self, path: Path) -> None:
         self._file = os.fdopen(open_handle(path), "rb")
         try:
-            header = read_header(self._file)
+            self.header = read_header(self._file)
         except BaseException:
             self._file.close()
             raise
-        self.stored = {one.name: one for one in header.tensors}
-        self.tied, self.shards = header.tied, header.shards
-        self._start = header.data_start
 
     def __enter__(self) -> _TensorFile:
         return self
@@ -95,43 +80,27 @@ class _TensorFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.stored or name in self.tied
-
-    def locate(self, name: str) -> _Piece:
-        """Return where a tensor belongs, after checking its shape."""
-        stored = self.stored[self.tied.get(name, name)]
-        dtype, shape = _DTYPES[stored.dtype], stored.shape
-        if stored.viewed is not None:
-            dtype, shape = _find_dtype(stored.viewed[0]), stored.viewed[1]
-        if math.prod(shape) * dtype.itemsize != stored.size:
-            raise ValueError(f"the tensor '{name}' does not have its shape")
-        whole, offset = self.shards.get(name, (shape, [0] * len(shape)))
-        ends = [o + n for o, n in zip(offset, shape, strict=False)]
-        dimensions = {len(whole), len(offset), len(shape)}
-        if len(dimensions) > 1 or any(e > n for e, n in zip(ends, whole, strict=True)):
-            raise ValueError(f"the tensor '{name}' is not within its whole")
-        return _Piece(stored, dtype, shape, whole, offset)
-
-    def read(self, piece: _Piece, rows: slice | None = None) -> Tensor:
+    def read(self, stored: StoredTensor, rows: slice | None = None) -> Tensor:
         """Return a tensor, or some rows of it."""
-        stored, shape = piece.stored, list(piece.shape)
+        dtype, shape = _find_dtype(stored.dtype), list(stored.shape)
         begin, size = stored.begin, stored.size
+        if math.prod(shape) * dtype.itemsize != size:
+            raise ValueError(f"the tensor '{stored.name}' does not have its shape")
         if rows is not None:
-            row = math.prod(shape[1:]) * piece.dtype.itemsize
+            row = math.prod(shape[1:]) * dtype.itemsize
             shape[0] = rows.stop - rows.start
             begin, size = begin + rows.start * row, shape[0] * row
         data = torch.empty(size, dtype=torch.uint8)
-        self._file.seek(self._start + begin)
+        self._file.seek(self.header.data_start + begin)
         if size and self._file.readinto(memory_of(data, size)) != size:
             raise ValueError("it ends before its last tensor")
-        return data.view(piece.dtype).view(shape)
+        return data.view(dtype).view(shape)
 
 
 class _Joined:
     """A tensor that is read from the pieces of several files: the whole, or this rank's shard."""
 
-    def __init__(self, name: str, first: _Piece, like: Tensor | None) -> None:
+    def __init__(self, name: str, first: StoredTensor, like: Tensor | None) -> None:
         self._name, self._dtype, self.shape = name, first.dtype, first.whole
         self._like: Any = None
         self._size, self._offset = list(first.whole), [0] * len(first.whole)
@@ -141,7 +110,7 @@ class _Joined:
         self._elements = 0  # of all pieces, also those that are not read
         self._read: list[tuple[Tensor, list[int]]] = []  # each with its place in this tensor
 
-    def add(self, file: _TensorFile, piece: _Piece) -> None:
+    def add(self, file: _TensorFile, piece: StoredTensor) -> None:
         """Read what this tensor has of a piece."""
         if piece.dtype != self._dtype:
             raise ValueError(f"the shards of '{self._name}' have different dtypes")
@@ -167,7 +136,7 @@ class _Joined:
         if len(self._read) == 1 and list(self._read[0][0].shape) == self._size:
             values = self._read[0][0].contiguous()
         else:
-            values = torch.zeros(self._size, dtype=self._dtype)
+            values = torch.zeros(self._size, dtype=_find_dtype(self._dtype))
             for piece, place in self._read:
                 inside = tuple(slice(o, o + n) for o, n in zip(place, piece.shape, strict=True))
                 values[inside].copy_(piece)

@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 
 from hookline.files import file_limits, parse_json
 
-_ITEM_SIZES = {  # the dtypes that tensor_files.py writes
-    **{"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "F32": 4, "I64": 8, "F64": 8},
+_DTYPES = {  # those that snapshot.py writes: torch's names, and the sizes of their elements
+    **{"BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "I16": ("int16", 2)},
+    **{"I32": ("int32", 4), "I64": ("int64", 8), "F16": ("float16", 2), "BF16": ("bfloat16", 2)},
+    **{"F32": ("float32", 4), "F64": ("float64", 8)},
 }
 _MAX_DIMENSIONS = 64
 _MAX_LENGTH = 1 << 62
@@ -28,22 +29,18 @@ class StoredTensor:
     """A tensor of the file, at these bytes behind the header.
 
     Attributes:
-        dtype: The format's name of the dtype, such as F32.
-        viewed: The dtype of torch and the shape, if the tensor is written as bytes because the
-            format lacks its dtype.
+        dtype: The name of its dtype in torch, such as float32.
+        whole: The shape of the tensor that it is a shard of; its own shape, if it is not a shard.
+        offset: Where the shard begins in that tensor.
     """
 
     name: str
     dtype: str
     shape: list[int]
     begin: int
-    end: int
-    viewed: tuple[str, list[int]] | None = None
-
-    @property
-    def size(self) -> int:
-        """The size in bytes."""
-        return self.end - self.begin
+    size: int
+    whole: list[int]
+    offset: list[int]
 
 
 @dataclass(frozen=True)
@@ -51,15 +48,15 @@ class TensorHeader:
     """The tensors of a file.
 
     Attributes:
-        tensors: Those that are written, in their order in the file.
+        tensors: Those that are written, by name.
         tied: The names of the others, each with that of the written tensor it is the same as.
-        shards: The shape of the whole tensor and the offset, of those that are a shard of one.
+        shards: The names of those that are a shard of a tensor.
         data_start: Where the first tensor begins in the file.
     """
 
-    tensors: list[StoredTensor]
+    tensors: dict[str, StoredTensor]
     tied: dict[str, str]
-    shards: dict[str, tuple[list[int], list[int]]]
+    shards: list[str]
     data_start: int
 
 
@@ -76,48 +73,49 @@ def read_header(file: BinaryIO) -> TensorHeader:
     header = _mapping(parse_json(file.read(length)), "the header")
     metadata = _mapping(header.pop(_METADATA, None) or {}, _METADATA)
     viewed = _parse_mapping(metadata, "hookline.viewed")
-    tensors = [_parse_tensor(name, fields, viewed.get(name)) for name, fields in header.items()]
-    tensors.sort(key=lambda one: (one.begin, one.end))
+    shards = _parse_mapping(metadata, "hookline.shards")
+    found = [_parse(name, one, viewed.get(name), shards.get(name)) for name, one in header.items()]
+    found.sort(key=lambda one: (one.begin, one.size))
     position = 0
-    for one in tensors:
+    for one in found:
         if one.begin != position:
             raise ValueError(f"the tensor '{one.name}' overlaps another or leaves a gap")
-        position = one.end
+        position += one.size
     if 8 + length + position != size:
         raise ValueError(f"its tensors have {position} bytes and the file {size - 8 - length}")
     tied = _parse_mapping(metadata, "hookline.same")
     for name, other in tied.items():
         if name in header or not isinstance(other, str) or other not in header:
             raise ValueError(f"'{name}' is tied to a tensor that the file lacks")
-    shards = _parse_mapping(metadata, "hookline.shards")
-    for name, place in shards.items():
-        if not isinstance(place, list) or len(place) != 2 or not all(map(_is_shape, place)):
-            raise ValueError(f"'{name}' has no valid place in 'hookline.shards'")
-    return TensorHeader(tensors, tied, shards, 8 + length)
+    names = [name for name in shards if name in header or name in tied]
+    return TensorHeader({one.name: one for one in found}, tied, names, 8 + length)
 
 
-def _parse_tensor(name: str, fields: Any, viewed: Any) -> StoredTensor:
+def _parse(name: str, fields: Any, viewed: Any, place: Any) -> StoredTensor:
+    """Return a tensor; `viewed` is the dtype and shape of one that is written as bytes."""
     fields = _mapping(fields, f"the tensor '{name}'")
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    stored, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (
-        isinstance(dtype, str)
-        and dtype in _ITEM_SIZES
+        isinstance(stored, str)
+        and stored in _DTYPES
         and _is_shape(shape)
         and _is_shape(offsets)
         and len(offsets) == 2
-        and offsets[1] - offsets[0] == math.prod(shape) * _ITEM_SIZES[dtype]
+        and offsets[1] - offsets[0] == math.prod(shape) * _DTYPES[stored][1]
     ):
         raise ValueError(f"the tensor '{name}' has no dtype, shape and offsets that match")
-    if viewed is not None and not (
-        dtype == "U8"
-        and isinstance(viewed, list)
-        and len(viewed) == 2
-        and isinstance(viewed[0], str)
-        and _is_shape(viewed[1])
-    ):
-        raise ValueError(f"the tensor '{name}' has no valid dtype in 'hookline.viewed'")
-    view = None if viewed is None else (viewed[0], viewed[1])
-    return StoredTensor(name, dtype, shape, offsets[0], offsets[1], view)
+    dtype = _DTYPES[stored][0]
+    if viewed is not None:
+        if stored != "U8" or not isinstance(viewed, list) or len(viewed) != 2:
+            raise ValueError(f"the tensor '{name}' has no valid dtype in 'hookline.viewed'")
+        dtype, shape = viewed
+    whole, offset = (shape, [0] * len(shape)) if place is None else place
+    is_valid = isinstance(dtype, str) and all(map(_is_shape, (shape, whole, offset)))
+    if not is_valid or not len(whole) == len(offset) == len(shape):
+        raise ValueError(f"the tensor '{name}' has no valid dtype, shape and place")
+    if any(start + n > end for start, n, end in zip(offset, shape, whole, strict=True)):
+        raise ValueError(f"the tensor '{name}' is not within its whole")
+    return StoredTensor(name, dtype, shape, offsets[0], offsets[1] - offsets[0], whole, offset)
 
 
 def _is_shape(value: Any) -> bool:

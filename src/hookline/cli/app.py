@@ -21,12 +21,10 @@ from hookline._version import __version__
 from hookline.arguments import user_path
 from hookline.cli.checkpoints_command import checkpoints_app
 from hookline.cli.command_base import (
-    Command,
     check_folder,
     delay_interrupts,
     exit_on_interrupt,
     new_group,
-    whole_number,
 )
 from hookline.cli.hooks_command import events, hooks_app
 from hookline.cli.init_command import init
@@ -45,18 +43,18 @@ FAILED, BAD_INPUT = 1, 2
 LARGEST_SEED = 2**63 - 1
 
 app = new_group("hookline")
-app.command(cls=Command)(init)
+app.command()(init)
 app.command(cls=TrainCommand)(train)
 app.command(cls=RunCommand)(run)
 app.command(cls=RunCommand)(lint)
-app.command(cls=Command)(check)
-app.command(cls=Command)(schema)
-app.command(cls=Command)(verify)
+app.command()(check)
+app.command()(schema)
+app.command()(verify)
 app.add_typer(hooks_app)
-app.command(cls=Command)(events)
+app.command()(events)
 app.add_typer(runs_app)
 app.add_typer(checkpoints_app)
-app.command(cls=Command)(report)
+app.command()(report)
 
 
 def main() -> None:
@@ -156,11 +154,9 @@ def hookline(
         print(context.get_help())
 
 
-@app.command(cls=Command)
+@app.command()
 def demo(
-    steps: Annotated[
-        int, typer.Option(help="Number of training steps, 1 or more.", **whole_number(1))
-    ] = 400,
+    steps: Annotated[int, typer.Option(help="Number of training steps, 1 or more.", min=1)] = 400,
     out: Annotated[
         Path,
         typer.Option(
@@ -171,7 +167,8 @@ def demo(
         int,
         typer.Option(
             help="Random seed; the same seed gives identical weights.",
-            **whole_number(0, LARGEST_SEED),
+            min=0,
+            max=LARGEST_SEED,
         ),
     ] = 0,
 ) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +17,10 @@ if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint
 
 _MAX_ROWS = 2000  # of checkpoints, and of the weights of one
-_MAX_DAMAGED = 20  # checkpoints whose problem is shown
 
 
 def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) -> str:
-    """Return checkpoints as a table, and what is wrong with damaged ones below it."""
+    """Return checkpoints as a table, damaged ones with what is wrong with them."""
     headers = ("checkpoint", "step", "epoch", "size", "age", "status", "", "metrics")
     rows = [
         (
@@ -38,16 +35,8 @@ def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) 
         )
         for one in complete
     ]
-    rows += [(name, "", "", "", "", "damaged", "", "") for name in damage]
-    lines = [
-        printable(f"damaged: {printable(name)}{os.sep}{problem}", 1000)
-        for name, problem in islice(damage.items(), _MAX_DAMAGED)
-    ]
-    if len(damage) > _MAX_DAMAGED:
-        lines.append(f"… and {len(damage) - _MAX_DAMAGED} more damaged checkpoints")
-    return "\n\n".join(
-        [format_table(headers, rows, limit=_MAX_ROWS), *(["\n".join(lines)] if lines else [])]
-    )
+    rows += [(name, "", "", "", "", "damaged", "", problem) for name, problem in damage.items()]
+    return format_table(headers, rows, limit=_MAX_ROWS)
 
 
 def format_pruning(

@@ -12,14 +12,12 @@ import typer
 
 from hookline.arguments import user_path
 from hookline.cli.command_base import (
-    Command,
     Json,
     RunsFolder,
     bad_value,
     check_runs_folder,
     delay_interrupts,
     new_group,
-    whole_number,
 )
 from hookline.cli.text_output import print_json, progress_bar, show, show_lines
 from hookline.errors import CheckpointError, listed, nearest
@@ -67,7 +65,7 @@ def checkpoints(context: typer.Context) -> None:
 # -- list -----------------------------------------------------------------------------------------
 
 
-@checkpoints_app.command("list", cls=Command)
+@checkpoints_app.command("list")
 def list_checkpoints(
     run: RunWithCheckpoints, runs: RunsFolder = None, as_json: Json = False
 ) -> None:
@@ -97,7 +95,7 @@ def list_checkpoints(
 # -- show -----------------------------------------------------------------------------------------
 
 
-@checkpoints_app.command("show", cls=Command)
+@checkpoints_app.command("show")
 def show_checkpoint(
     run: RunWithCheckpoints,
     checkpoint: CheckpointName = None,
@@ -124,7 +122,7 @@ def show_checkpoint(
 # -- verify ---------------------------------------------------------------------------------------
 
 
-@checkpoints_app.command("verify", cls=Command)
+@checkpoints_app.command("verify")
 def verify_checkpoints(
     run: RunWithCheckpoints,
     checkpoint: CheckpointName = None,
@@ -163,30 +161,24 @@ def _verify_all(paths: Sequence[Path]) -> dict[Path, str | None]:
     """Return what is damaged in each checkpoint, while a bar in the terminal shows the progress."""
     from hookline.checkpoint.catalog import verify_checkpoint
 
-    total = sum(file.stat().st_size for one in paths for file in one.glob("*") if file.is_file())
-    done = 0
-    with progress_bar(in_bytes=True) as update:
-
-        def advance(size: int) -> None:
-            nonlocal done
-            done += size
-            update("Verifying", done, total)
-
-        return {path: verify_checkpoint(path, advance) for path in paths}
+    problems: dict[Path, str | None] = {}
+    with progress_bar() as update:
+        for i, path in enumerate(paths):
+            update(f"Verifying {path.name}", i, len(paths))
+            problems[path] = verify_checkpoint(path)
+    return problems
 
 
 # -- prune ----------------------------------------------------------------------------------------
 
 
-@checkpoints_app.command(cls=Command)
+@checkpoints_app.command()
 def prune(
     run: RunWithCheckpoints,
-    keep_last: Annotated[
-        int, typer.Option(help="Keep the newest N.", **whole_number(0, metavar="N"))
-    ] = 0,
+    keep_last: Annotated[int, typer.Option(help="Keep the newest N.", min=0, metavar="N")] = 0,
     keep_best: Annotated[
         int,
-        typer.Option(help="Keep the K best by --metric.", **whole_number(0, metavar="K")),
+        typer.Option(help="Keep the K best by --metric.", min=0, metavar="K"),
     ] = 0,
     metric: Annotated[
         str | None, typer.Option(help="The metric, such as val/loss.", metavar="NAME")
@@ -199,7 +191,8 @@ def prune(
         int | None,
         typer.Option(
             help="Of every M steps, keep the first checkpoint.",
-            **whole_number(1, metavar="M"),
+            min=1,
+            metavar="M",
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove them.")] = False,
@@ -273,11 +266,9 @@ def _check_not_training(folder: Path) -> None:
     opened = None if run is None else OpenedRun(run)
     if opened is None or opened.status != "training":
         return
-    attempt = (opened.manifest.get("attempts") or [{}])[-1]
-    process, machine = attempt.get("pid"), attempt.get("host")
     raise CheckpointError(
-        f"The run {opened.id} is still training: process {process} on {machine}. "
-        "Nothing was removed. Wait until it ends; if that machine is gone, resume the run first."
+        f"The run {opened.id} is still training. Nothing was removed. Wait until it ends; if its "
+        "machine is gone, resume the run first."
     )
 
 
@@ -310,7 +301,7 @@ def _remove(unneeded: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
 # -- export ---------------------------------------------------------------------------------------
 
 
-@checkpoints_app.command(cls=Command)
+@checkpoints_app.command()
 def export(
     run: RunWithCheckpoints,
     checkpoint: CheckpointName = None,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hookline.cli.command_base import Command, Json, delay_interrupts, new_group
+from hookline.cli.command_base import Json, delay_interrupts, new_group
 from hookline.cli.text_output import print_json, print_line, show, terminal_width
 from hookline.errors import HooklineError
 from hookline.printable import printable
@@ -42,7 +42,7 @@ def hooks(context: typer.Context, as_json: Json = False) -> None:
         _list_hooks(as_json)
 
 
-@hooks_app.command("show", cls=Command)
+@hooks_app.command("show")
 def show_hook(
     context: typer.Context,
     name: Annotated[
@@ -128,11 +128,6 @@ def _list_hooks(as_json: bool) -> None:
         blocks.append(f"{printable(group)}\n{_columns(rows)}\n")
     _show("\n".join(blocks))
     print_line("For options, events, cost and an example: hookline hooks show NAME")
-    for known in known_hooks().values():
-        name = known.name.removeprefix(f"{known.package}:")
-        if name != known.name:
-            use = f"Use '{known.name}' for the hook of the package {known.package}."
-            print_line(f"The name '{name}' is taken. {use}")
 
 
 def _entry(known: Any) -> dict[str, Any]:

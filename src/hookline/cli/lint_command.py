@@ -19,7 +19,6 @@ from hookline.cli.command_base import (
     check_folder,
     delay_interrupts,
     exit_on_interrupt,
-    whole_number,
 )
 from hookline.cli.run_command import check_command
 from hookline.cli.text_output import print_text
@@ -41,9 +40,7 @@ def lint(
             show_default=False,
         ),
     ] = None,
-    steps: Annotated[
-        int, typer.Option(help="End the script after so many steps.", **whole_number(1))
-    ] = 30,
+    steps: Annotated[int, typer.Option(help="End the script after so many steps.", min=1)] = 30,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Make only this check; may be repeated.", metavar="CHECK"),

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from hookline.arguments import check_name, user_path
 from hookline.cli.command_base import (
-    Command,
     RunsFolder,
     bad_value,
     check_folder,
@@ -32,10 +32,10 @@ from hookline.printable import printable, printable_lines
 
 _NEXT_OPTION = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")  # a list has commas, too
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
-_TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_FLAGS = re.compile(r"-[bBdiIEOPqsSuvx]+")  # of an interpreter; those that take no value
 
 
-class RunCommand(Command):
+class RunCommand(TyperCommand):
     """A command whose options end where the script's command begins."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -164,7 +164,7 @@ def _settings(
 def _read_file(file: Path, trust: list[str]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from hookline.config_files.script_file import load_script_file
+    from hookline.config_files.loading import load_script_file
 
     if not file.is_file():
         raise bad_value("--hooks", f"There is no file '{file}'.")
@@ -190,7 +190,6 @@ def _check_options(settings: RunSettings) -> None:
 
 def parse_hook(text: str) -> dict[str, Any]:
     """Return `name:option=value,…` or `package.module:Class` as a configuration has it."""
-    from hookline.config.hook_names import packaged_hooks
     from hookline.config_files.merging import parse_override
 
     name, colon, rest = text.rpartition(":")
@@ -203,9 +202,7 @@ def parse_hook(text: str) -> dict[str, Any]:
         except ValueError as error:
             raise bad_value("--hook", f"'{text}': {error}") from None
         item[".".join(map(str, key))] = value
-    if ":" in name and name not in {each.full_name for each in packaged_hooks()}:
-        name = name.replace(":", ".")
-    return {"name": name, **item}
+    return {"name": name.replace(":", "."), **item}
 
 
 # -- the script's command -------------------------------------------------------------------------
@@ -236,16 +233,13 @@ def _find_isolating_flag(command: list[str]) -> str | None:
         return None
     options = iter(command[1:])
     for option in options:
-        if not option.startswith("-") or option in ("-", "-c", "-m"):
+        if option in ("-W", "-X"):
+            next(options, None)  # its value
+        elif _FLAGS.fullmatch(option):
+            for letter in set("IES").intersection(option):
+                return f"-{letter}"
+        elif not option.startswith(("-W", "-X")):
             return None
-        if option in _TAKES_VALUE:
-            next(options, None)
-        elif not option.startswith("--"):
-            for letter in option[1:]:
-                if letter in "IES":
-                    return f"-{letter}"
-                if letter in "cmWX":
-                    break
     return None
 
 

@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hookline.cli.command_base import (
-    Command,
-    Json,
-    RunsFolder,
-    check_runs_folder,
-    new_group,
-)
-from hookline.cli.text_output import print_json, show, show_lines, terminal_width
+from hookline.cli.command_base import Json, RunsFolder, check_runs_folder, new_group
+from hookline.cli.text_output import print_json, show, show_lines
 from hookline.printable import printable
-from hookline.text_tables import cell_width, format_table
+from hookline.text_tables import format_table
 
 if TYPE_CHECKING:
     from hookline.runs.reader import OpenedRun
@@ -34,7 +28,6 @@ _STYLES = {
     r"  (interrupted|preempted)(?=  )": "yellow",
     r"  (error|lost|unknown)(?=  )": "red",
 }
-_LESS_NEEDED = ("git", "started (UTC)", "config", "duration")  # an id starts with the time
 
 runs_app = new_group("runs")
 
@@ -50,8 +43,9 @@ RunId = Annotated[
 def runs(context: typer.Context, folder: RunsFolder = None, as_json: Json = False) -> None:
     """List runs, show one, or compare two.
 
-    Without a command: a table of all runs, newest first. A commit with a **+** had uncommitted
-    changes; a run is **lost** if its process ended without writing a status.
+    Without a command: a table of all runs, newest first; an id begins with the time (UTC). A commit
+    with a **+** had uncommitted changes; a run is **lost** if its process ended without writing a
+    status.
 
     Example: **hookline runs --runs /tmp/runs**
     """
@@ -61,7 +55,7 @@ def runs(context: typer.Context, folder: RunsFolder = None, as_json: Json = Fals
         _list_runs(folder or Path("runs"), as_json)
 
 
-@runs_app.command("show", cls=Command)
+@runs_app.command("show")
 def show_run(
     context: typer.Context, run: RunId, folder: RunsFolder = None, as_json: Json = False
 ) -> None:
@@ -77,7 +71,7 @@ def show_run(
         show(str(opened))
 
 
-@runs_app.command(cls=Command)
+@runs_app.command()
 def diff(
     context: typer.Context, a: RunId, b: RunId, folder: RunsFolder = None, as_json: Json = False
 ) -> None:
@@ -132,21 +126,13 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
 
     columns = {
         "id": [one["id"] for one in overviews],
-        "started (UTC)": [formatting.format_time(one["started"]) for one in overviews],
         "duration": [formatting.format_duration(one["seconds"]) for one in overviews],
         "status": [one["status"] for one in overviews],
         "steps": [formatting.format_number(one["steps"]) for one in overviews],
         "last loss": [formatting.format_number(one["loss"]) for one in overviews],
-        "config": [str(one["config_hash"] or "?")[:8] for one in overviews],
         "git": [_commit(one["git"]) for one in overviews],
     }
-    width, less_needed = terminal_width(), list(_LESS_NEEDED)
-    while True:
-        rows = list(zip(*columns.values(), strict=True))
-        text = format_table(list(columns), rows, limit=_MAX_RUNS)
-        if width is None or not less_needed or max(map(cell_width, text.splitlines())) <= width:
-            return text
-        del columns[less_needed.pop(0)]
+    return format_table(list(columns), list(zip(*columns.values(), strict=True)), limit=_MAX_RUNS)
 
 
 def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:

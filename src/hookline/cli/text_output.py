@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -15,7 +16,6 @@ from hookline.printable import escape_controls, printable, printable_message
 from hookline.text_tables import cell_width
 
 _LAST_COLUMN = re.compile(r".*\s\s(?=\S)")
-_WORDS = re.compile(r"\s*\S+")
 
 
 def is_main_process() -> bool:
@@ -81,13 +81,14 @@ def _wrap_line(line: str, width: int) -> str:
     column = _LAST_COLUMN.match(line)
     indent = cell_width(column[0]) if column else len(line) - len(line.lstrip())
     margin = " " * (max(indent, 2) if indent <= width * 2 // 3 else 4)
-    lines, used = [""], 0
-    for word in _WORDS.findall(line):
-        if used + cell_width(word) > width and lines[-1].strip():
-            lines, used, word = [*lines, margin], len(margin), word.lstrip()
-        lines[-1] += word
-        used += cell_width(word)
-    return "\n".join(lines)
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=margin,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_json(value: Any) -> None:
@@ -103,7 +104,7 @@ def print_json(value: Any) -> None:
 
 
 @contextmanager
-def progress_bar(*, in_bytes: bool = False) -> Generator[Callable[[str, int, int], None]]:
+def progress_bar() -> Generator[Callable[[str, int, int], None]]:
     """Yield a function that shows a label, what is done, and the total as a bar on stderr.
 
     It does nothing if stderr is not a terminal.
@@ -117,7 +118,7 @@ def progress_bar(*, in_bytes: bool = False) -> Generator[Callable[[str, int, int
     bar = progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
-        progress.DownloadColumn() if in_bytes else progress.TaskProgressColumn(),
+        progress.TaskProgressColumn(),
         progress.TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

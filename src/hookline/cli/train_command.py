@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hookline.arguments import user_path
 from hookline.cli.command_base import (
-    Command,
     Json,
     bad_value,
     check_folder,
@@ -59,7 +59,7 @@ TrustedPackages = Annotated[
 ]
 
 
-class TrainCommand(Command):
+class TrainCommand(TyperCommand):
     """A command whose `--resume` may have no value, which means the newest run."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

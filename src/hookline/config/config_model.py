@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hookline.arguments import show_value
 from hookline.errors import ConfigError, nearest
-from hookline.printable import message_lines, printable
+from hookline.printable import message_lines
 
 _MAX_PROBLEMS = 10  # that a message shows
 
@@ -64,7 +64,7 @@ def _format_errors(model: type[BaseModel], error: ValidationError) -> str:
             known = describe_fields(model, detail["loc"][:-1])
             hint = nearest(str(detail["loc"][-1]), known)
             valid = f" The fields are: {', '.join(known)}." if known not in listed_fields else ""
-            lines.append(f"Unknown field '{printable(path)}'.{hint}{valid}")
+            lines.append(f"Unknown field '{path}'.{hint}{valid}")
             listed_fields.append(known)
         elif detail["type"] == "value_error":  # of a validator here, whose message is complete
             message = str(detail.get("ctx", {})["error"])

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from hookline.arguments import read_items, show_value
-from hookline.config.hook_names import find_entry_point, load_hook_class
+from hookline.config.hook_names import is_packaged, load_hook_class
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import Registration
 from hookline.errors import ArgumentError, ConfigError, HooklineError, nearest
 from hookline.hook import Hook
 from hookline.masking import mask_text
 from hookline.options import REGISTRATION_KEYS, BuiltIn, check_options, get_options, mask_declared
-from hookline.printable import printable
 
 SECTIONS: Mapping[str, str] = {
     "loop": "loop",
@@ -72,8 +71,6 @@ class HookItem:
         """Return a new hook with these options."""
         hook_class: Any = self.hook_class
         try:
-            if issubclass(self.hook_class, BuiltIn):
-                return self.hook_class.from_checked(self.options, self.resolved)
             hook: Hook = hook_class(**self.options)
         except HooklineError:
             raise
@@ -81,10 +78,10 @@ class HookItem:
             reason = mask_text(f"{type(error).__name__}: {error}")
             options = show_value(dict(self.options))
             raise ConfigError(
-                f"'{self.name}' could not be created with {options} ({printable(reason, 500)})."
+                f"'{self.name}' could not be created with {options} ({reason:.500})."
             ) from error
         hook.hookline_options = hook.hookline_options or mask_declared(hook_class, self.resolved)
-        hook.hookline_entry_point = find_entry_point(self.name)
+        hook.hookline_entry_point = self.name if is_packaged(self.name) else None
         return hook
 
     def register(self) -> Registration:

@@ -1,4 +1,4 @@
-"""Names of hooks: built-ins, hooks of installed packages, class paths, short class names.
+"""Names of hooks: built-ins, hooks of installed packages, and class paths.
 
 An installed package names its hooks with entry points, which are read without importing them:
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -63,12 +63,11 @@ PROBES: Mapping[str, str] = {
     "capture": "hookline.probes.capture.Capture",
     "monitor": "hookline.probes.monitor.Monitor",
     "debug_probe": "hookline.probes.debug_probe.DebugProbe",
-    "gradient_flow": "hookline.probes.flow.GradientFlow",
     "edit": "hookline.probes.edit.Edit",
 }
 """Hookline's own probes: the name in a run, and the class path."""
 
-_OWN_PACKAGE = "hookline"
+_OWN = {**BUILT_INS, **PROBES}
 
 
 @dataclass(frozen=True)
@@ -81,16 +80,6 @@ class KnownHook:
 
     package: str
     """The distribution that provides it: `hookline`, or an installed package."""
-
-    @property
-    def class_name(self) -> str:
-        """The name of the class."""
-        return self.path.rpartition(".")[2]
-
-    @property
-    def full_name(self) -> str:
-        """The name with its package, which is unique: `acme-hooks:loss_ceiling`."""
-        return f"{self.package}:{self.name}"
 
 
 def packaged_hooks() -> tuple[KnownHook, ...]:
@@ -113,54 +102,40 @@ def _read_entry_points(search_path: tuple[str, ...]) -> tuple[KnownHook, ...]:
 
 
 def known_hooks() -> dict[str, KnownHook]:
-    """Return every hook that has a name; one whose name is taken has its full name."""
-    own = {**BUILT_INS, **PROBES}
-    known = {name: KnownHook(name, path, _OWN_PACKAGE) for name, path in own.items()}
-    packaged = packaged_hooks()
-    names = [*own, *(hook.name for hook in packaged)]
-    for hook in packaged:
-        name = hook.name if names.count(hook.name) == 1 else hook.full_name
-        known[name] = replace(hook, name=name)
+    """Return every hook that has a name; a name belongs to a built-in, or to the first package."""
+    known = {name: KnownHook(name, path, "hookline") for name, path in _OWN.items()}
+    for hook in packaged_hooks():
+        known.setdefault(hook.name, hook)
     return known
 
 
 def find_hook(name: str) -> KnownHook:
     """Return the hook of a name or class path, without importing it."""
-    packaged = packaged_hooks()
-    same_name = [hook for hook in packaged if hook.name == name]
-    own = {**BUILT_INS, **PROBES}
-    if name in own:
-        return KnownHook(name, own[name], _OWN_PACKAGE)
-    if len(same_name) > 1:
+    if name in _OWN:
+        return KnownHook(name, _OWN[name], "hookline")
+    found = _find_packaged(name)
+    if len(found) > 1:
         raise ConfigError(
-            f"Several packages have a hook '{name}'. Use one of: "
-            f"{listed(hook.full_name for hook in same_name)}."
+            f"Several packages have a hook '{name}'. Give the class path of one: "
+            f"{listed(hook.path for hook in found)}."
         )
-    for hook in packaged:
-        if name in (hook.name, hook.full_name):
-            return replace(hook, name=name)
+    if found:
+        return found[0]
     if "." in name:
         return KnownHook(name, name, name.partition(".")[0])
-    return _find_by_class_name(name)
-
-
-def find_entry_point(name: str) -> str | None:
-    """Return the name of the entry point of a package's hook; None for other hooks."""
-    if name in BUILT_INS or name in PROBES:
-        return None
-    return next((one.name for one in packaged_hooks() if name in (one.name, one.full_name)), None)
-
-
-def _find_by_class_name(name: str) -> KnownHook:
-    known = known_hooks()
-    same_class = [hook for hook in known.values() if hook.class_name == name]
-    if len(same_class) == 1:
-        return same_class[0]
-    names = [*known, *(hook.class_name for hook in known.values())]
     raise ConfigError(
-        f"Unknown hook '{name}'.{nearest(name, names)} `hookline hooks` lists all names. Name a "
-        f"hook of your own with its module: `package.{name}`."
+        f"Unknown hook '{name}'.{nearest(name, known_hooks())} `hookline hooks` lists all names. "
+        f"Name a hook of your own with its module: `package.{name}`."
     )
+
+
+def is_packaged(name: str) -> bool:
+    """Return whether a hook is named by an entry point of an installed package."""
+    return name not in _OWN and bool(_find_packaged(name))
+
+
+def _find_packaged(name: str) -> list[KnownHook]:
+    return [hook for hook in packaged_hooks() if hook.name == name]
 
 
 def load_hook_class(name: str) -> type[Hook]:

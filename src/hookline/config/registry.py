@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from hookline.arguments import check_mapping, show_value
-from hookline.config.hook_items import SECTIONS, iterate_items, make_registration
+from hookline.arguments import check_mapping
+from hookline.config.hook_items import iterate_items, make_registration
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import HookLike, HookManager, HookSettings, Registration
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.event_arguments import EventArguments
-from hookline.errors import ConfigError, HooklineError, UnknownHookError, nearest
+from hookline.errors import ConfigError, HooklineError
 from hookline.events import FLOWS
 from hookline.hook import Hook
-from hookline.updates.gradient_mapping import StandaloneGradients
+from hookline.updates.gradients import StandaloneGradients
 
 
 class HookRegistry(HookManager):
@@ -30,11 +30,11 @@ class HookRegistry(HookManager):
         )
 
     The sections are `loop`, `forward`, `update` and `probes`. A hook is a name, or a mapping with
-    `name`: a built-in, a hook of an installed package, a class path, or a short class name. `as` is
-    its name in the run; `enabled: false` registers it disabled; `every`, `sample_rate`,
-    `from_epoch`, `before`, `after` and `strict` are arguments of `add_hook`, unless the class has
-    an option of that name. All other keys are options of the hook, which may also be given under
-    `init_args`. All hooks are registered, or none; the error then names every mistake.
+    `name`: a built-in, a hook of an installed package, or a class path. `as` is its name in the
+    run; `enabled: false` registers it disabled; `every`, `sample_rate`, `from_epoch`, `before`,
+    `after` and `strict` are arguments of `add_hook`, unless the class has an option of that name.
+    All other keys are options of the hook, which may also be given under `init_args`. All hooks are
+    registered, or none; the error then names every mistake.
 
     Args:
         config: a mapping with `hooks`, or its value: a mapping of sections, a list of hooks of any
@@ -90,62 +90,15 @@ class HookRegistry(HookManager):
             self._default = hook
             self.add_hook(hook)
 
-    def _make_entry(
-        self,
-        hook: Hook,
-        name: str | None = None,
-        replace: bool = False,
-        taken: set[str] | None = None,
-    ) -> Entry:
+    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
         default = self._default
         if default is not None and hook is not default and type(hook) is type(default):
             self._default = None
             for known in [entry.name for entry in self._entries if entry.hook is default]:
                 self.remove_hook(known)
-        entry = super()._make_entry(hook, name, replace, taken)
+        entry = super()._make_entry(hook, name, replace)
         entry.is_default = hook is self._default
         return entry
-
-    # -- toggles ----------------------------------------------------------------------------------
-
-    def enable_hook(self, name: str, index: int | None = None) -> None:
-        """Enable a hook from the next event on, also after it was disabled by failures.
-
-        With an index, `name` is a kind of hook, and the index is that of `name_at`.
-        """
-        super().enable_hook(name if index is None else self.name_at(name, index))
-
-    def disable_hook(self, name: str, index: int | None = None) -> None:
-        """Disable a hook. It stays registered, keeps its place and its state, and costs nothing.
-
-        With an index, `name` is a kind of hook, and the index is that of `name_at`.
-        """
-        super().disable_hook(name if index is None else self.name_at(name, index))
-
-    def name_at(self, kind: str, index: int) -> str:
-        """Return the name of a hook by its kind and its index among this kind's hooks.
-
-        The kinds are "loop", "forward", "update" and "probe"; disabled hooks count, too.
-        """
-        names = [name for name, _, _ in self.of_kind(_kind(kind))]
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(names):
-            valid = ", ".join(f"{i} is '{name}'" for i, name in enumerate(names)) or "there is none"
-            raise UnknownHookError(
-                f"There is no hook {show_value(index)} of kind '{kind}': {valid}."
-            )
-        return names[index]
-
-    def get_active_hooks(self, kind: str | None = None) -> list[str]:
-        """Return the names of active hooks in calling order, of one kind or of all.
-
-        `describe()` also lists the others, with their status.
-        """
-        wanted = None if kind is None else _kind(kind)
-        return [
-            entry.name
-            for entry in self._entries
-            if entry.enabled and wanted in (None, entry.hook.hookline_kind)
-        ]
 
     # -- direct calls -----------------------------------------------------------------------------
 
@@ -182,14 +135,3 @@ class HookRegistry(HookManager):
         given = {"optimizer_idx": 0, **given, "gradients": changed}
         self.dispatchers.update(EventArguments(self, FLOWS["update"], given))
         return {**gradients, **changed}
-
-
-def _kind(name: str) -> str:
-    """Return the kind of hook for a kind or a section name."""
-    kinds = {**SECTIONS, **{kind: kind for kind in SECTIONS.values()}}
-    if not isinstance(name, str) or name not in kinds:
-        hint = nearest(name, kinds) if isinstance(name, str) else ""
-        raise UnknownHookError(
-            f"Unknown kind {show_value(name)}.{hint} The kinds are: {', '.join(SECTIONS.values())}."
-        )
-    return kinds[name]

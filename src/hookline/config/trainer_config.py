@@ -100,9 +100,8 @@ class MixConfig(Config):
         pattern: for "alternating": loaders by name or number, repeated: `("web", "web", "code")`.
         weights: for "weighted": a positive number for each loader, by name or in the loaders'
             order; they need not add up to 1. The next batch comes from the loader that is furthest
-            behind its share, without random numbers: of two loaders, each is within half a batch
-            of its share after every batch. When a loader is dropped, the others share the rest by
-            their weights, counted from there.
+            behind its weight, without random numbers. When a loader is dropped, the others go on by
+            their weights.
         length: where an epoch ends: a number of batches, or by the loaders' lengths.
         on_exhausted: an exhausted loader is started again ("cycle") or dropped for the rest of the
             epoch ("drop").
@@ -122,7 +121,7 @@ class MixConfig(Config):
         default=None, min_length=1, description="for alternating: loaders, repeated"
     )
     weights: dict[str, Weight] | list[Weight] | None = Field(
-        default=None, description="for weighted: shares"
+        default=None, description="for weighted: a number for each loader"
     )
     length: Length | Annotated[int, Field(strict=True, gt=0, le=sys.maxsize)] = "sum"
     on_exhausted: OnExhausted = "cycle"
@@ -187,8 +186,8 @@ class DDPConfig(Config):
     )
     gradient_as_bucket_view: bool = Field(
         default=True,
-        description="gradients share the memory in which they are averaged, which saves a copy of "
-        "all of them per step; a hook that keeps a gradient after its step has to clone it",
+        description="gradients are views of the memory in which they are averaged, which saves a "
+        "copy of all of them per step; a hook that keeps a gradient after its step has to clone it",
     )
 
 
@@ -229,7 +228,7 @@ class TrainerConfig(Config):
     fsdp: FSDPConfig = Field(default_factory=FSDPConfig, description="how fsdp shards the model")
     shard_loaders: bool = Field(
         default=True,
-        description="each of several processes takes its share of the loaders' batches; false: "
+        description="each of several processes takes some of the loaders' batches; false: "
         "their loaders have different data already",
     )
     slow_rank_seconds: PositiveFloat | None = Field(

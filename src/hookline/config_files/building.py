@@ -15,7 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from hookline.config.hook_items import HookItem
 from hookline.config.trainer_config import TrainerConfig
 from hookline.config_files.objects import (
-    ResolvedObjects,
+    Targets,
     iterate_hooks,
     iterate_loaders,
     iterate_section,
@@ -26,7 +26,7 @@ from hookline.config_files.sections import (
     OptimizerConfig,
     TrainingConfig,
 )
-from hookline.config_files.tree import ConfigTree, FileError, Key, describe_result
+from hookline.config_files.tree import ConfigTree, FileError, Key
 from hookline.errors import HooklineError
 from hookline.loop.random_state import seed_everything
 from hookline.tensors.parameter_names import match_names
@@ -59,10 +59,10 @@ def run_config(config: TrainerConfig, training: Mapping[str, Any], seed: int | N
 
 
 def build_trainer(
-    config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects
+    config: TrainingConfig, tree: ConfigTree, targets: Targets
 ) -> tuple[Trainer, dict[str, Key]]:
     """Return the trainer with its data, and the key of each hook by the hook's name."""
-    builder = _Builder(config, tree, resolved)
+    builder = _Builder(config, tree, targets)
     return builder.trainer(), builder.hook_keys
 
 
@@ -73,8 +73,8 @@ def _run_labels(config: TrainingConfig) -> dict[str, Any]:
 
 
 class _Builder:
-    def __init__(self, config: TrainingConfig, tree: ConfigTree, resolved: ResolvedObjects) -> None:
-        self._config, self._tree, self._resolved = config, tree, resolved
+    def __init__(self, config: TrainingConfig, tree: ConfigTree, targets: Targets) -> None:
+        self._config, self._tree, self._targets = config, tree, targets
         self.hook_keys: dict[str, Key] = {}
 
     def trainer(self) -> Trainer:
@@ -112,10 +112,7 @@ class _Builder:
             )
         for key, kind, hook in iterate_hooks(config):
             with self._creating(key):
-                item = self._resolved.hooks.get(key)
-                if item is None:  # its options contain objects
-                    item = HookItem.read(self._create_within(hook.item(), key), kind)
-                new = item.register()
+                new = HookItem.read(self._create_within(hook.item(), key), kind).register()
                 self.hook_keys[trainer.hooks.add_hook(new.hook, **new.options)] = key
         with self._creating(("data",)):
             trainer.set_data(train, val)
@@ -130,7 +127,7 @@ class _Builder:
     def _check_type(self, key: Key, created: Any, package: str, expected: type[Any]) -> Any:
         if not isinstance(created, expected):
             name = f"{package}.{expected.__name__}"
-            self._fail(key, f"It returned {describe_result(created)}; expected a {name}.")
+            self._fail(key, f"It returned a {type(created).__name__}; expected a {name}.")
         return created
 
     def _optimizer(self, key: Key, section: OptimizerConfig, model: torch.nn.Module) -> Any:
@@ -159,13 +156,13 @@ class _Builder:
         return self._check_type(key, optimizer, "torch.optim", torch.optim.Optimizer)
 
     def _function(self, key: Key, section: ObjectConfig) -> Any:
-        target = self._resolved.targets[section.class_path]
+        target = self._targets[section.class_path]
         if isinstance(target, type):
             target = self._create(key, section)
         elif section.init_args:
             target = partial(target, **self._create_within(section.init_args, (*key, "init_args")))
         if not callable(target):
-            self._fail(key, f"It returned {describe_result(target)}, which is not callable.")
+            self._fail(key, f"It returned a {type(target).__name__}, which is not callable.")
         return target
 
     def _loaders(self, split: str) -> Any:
@@ -173,9 +170,9 @@ class _Builder:
             name: self._loader(key, section)
             for key, name, section in iterate_loaders(self._config, split)
         }
-        if isinstance(getattr(self._config.data, split), list):
-            return list(loaders.values())
-        return loaders.get(None, loaders or None)
+        if None in loaders:
+            return loaders[None]
+        return {str(name): loader for name, loader in loaders.items()} or None
 
     def _loader(self, key: Key, section: LoaderConfig) -> Any:
         data: Any = self._create(key, section)
@@ -187,7 +184,7 @@ class _Builder:
         if not hasattr(data, "__iter__") or isinstance(data, type):
             self._fail(
                 key,
-                f"It returned {describe_result(data)}; expected an iterable of batches, or a "
+                f"It returned a {type(data).__name__}; expected an iterable of batches, or a "
                 "dataset with `loader` beside it.",
             )
         return data
@@ -197,7 +194,7 @@ class _Builder:
     def _create(self, key: Key, section: ObjectConfig, *positional: Any) -> Any:
         args = self._create_within(section.init_args, (*key, "init_args"))
         with self._creating(key):
-            return self._resolved.targets[section.class_path](*positional, **args)
+            return self._targets[section.class_path](*positional, **args)
 
     def _create_value(self, value: Any, key: Key) -> Any:
         """Return a value in which objects are created."""
@@ -206,7 +203,7 @@ class _Builder:
         if not isinstance(value, dict):
             return value
         if "class_path" in value:
-            target = self._resolved.targets[value["class_path"]]
+            target = self._targets[value["class_path"]]
             if value.get("call", True) is False:
                 return target
             args = self._create_within(value.get("init_args") or {}, (*key, "init_args"))

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hookline.arguments import check_instance, check_path, listed_strings, user_path
+from hookline.config.config_model import Config
 from hookline.config.hook_names import load_object
 from hookline.config_files.merging import merge_files, parse_override
-from hookline.config_files.objects import check_objects, find_argument_problems
-from hookline.config_files.sections import validate
+from hookline.config_files.objects import (
+    check_hooks,
+    check_objects,
+    find_argument_problems,
+    iterate_hooks,
+)
+from hookline.config_files.sections import ScriptConfig, TrainingConfig, validate_file
 from hookline.config_files.tree import (
     COMMAND_LINE,
     ConfigTree,
     FileError,
     Key,
     Problem,
-    describe_result,
     format_key,
 )
 from hookline.config_files.trust import (
@@ -35,6 +41,8 @@ from hookline.masking import mask_secrets, remember_secrets
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
+
+_Model = TypeVar("_Model", bound=Config)
 
 
 @dataclass
@@ -106,16 +114,49 @@ def load_training(
         check_instance("load_training(…, override)", override, str, "a string, key=value")
     if project is not None:
         project = Path(check_path("load_training(…, project=…)", project)).resolve()
-    root = find_project() if project is None else project
-    trust = tuple(listed_strings("load_training(…, trust=…)", trust))
-    packages = find_trusted_packages(trust, root)
-    tree = merge_files(path, overrides, project=root)
-    config = validate(tree)
-    folder = find_import_folder(path, root)
-    with importable(folder):
-        resolved = check_objects(config, tree, Trust(root, packages, folder, path.resolve().parent))
-        trainer, hook_keys = build_trainer(config, tree, resolved)
-    return Training(trainer, str(path), folder, trust=trust, tree=tree, hook_keys=hook_keys)
+    packages = tuple(listed_strings("load_training(…, trust=…)", trust))
+    config, tree, trusted = read_file(TrainingConfig, path, overrides, packages, project)
+    with importable(trusted.folder):
+        targets = check_objects(config, tree, trusted)
+        trainer, hook_keys = build_trainer(config, tree, targets)
+    folder = trusted.folder
+    return Training(trainer, str(path), folder, trust=packages, tree=tree, hook_keys=hook_keys)
+
+
+def read_file(
+    model: type[_Model],
+    path: Path,
+    overrides: Iterable[str] = (),
+    trust: Iterable[str] = (),
+    project: Path | None = None,
+) -> tuple[_Model, ConfigTree, Trust]:
+    """Return a file as this model, its values with their places, and what it may name."""
+    project = find_project() if project is None else project
+    packages = find_trusted_packages(trust, project)
+    tree = merge_files(path, overrides, project=project)
+    config = validate_file(model, tree)
+    folder = find_import_folder(path, project)
+    return config, tree, Trust(project, packages, folder, path.resolve().parent)
+
+
+def load_script_file(path: Path, trust: Iterable[str] = ()) -> tuple[ScriptConfig, list[Any], Path]:
+    """Return the configuration, its hooks as items of a `HookRegistry`, and their folder.
+
+    Raises:
+        FileError: names every mistake, with file, line and key.
+    """
+    config, tree, trusted = read_file(ScriptConfig, path, trust=trust)
+    with importable(trusted.folder):
+        check_hooks(config, tree, trusted)
+    hooks = [(key, hook.item()) for key, _, hook in iterate_hooks(config)]
+    for key, item in hooks:
+        try:
+            json.dumps(item)  # how it is passed to the script
+        except TypeError as error:
+            raise FileError(
+                [tree.problem(key, f"It cannot be passed to a script ({error}).")]
+            ) from None
+    return config, [item for _, item in hooks], trusted.folder
 
 
 # -- a Python function ----------------------------------------------------------------------------
@@ -154,7 +195,7 @@ def load_python(target: str, *overrides: str) -> Training:
         result = function(**arguments)
     trainer, *data = result if isinstance(result, tuple) and result else (result,)
     if not isinstance(trainer, Trainer) or len(data) > 2:
-        found = describe_result(result)
+        found = f"a {type(result).__name__}"
         if isinstance(result, tuple):
             found += f" of {len(result)}: {', '.join(type(item).__name__ for item in result)}"
         raise ConfigError(

@@ -7,9 +7,8 @@ called.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
@@ -27,22 +26,11 @@ from hookline.config_files.trust import Trust
 from hookline.errors import HooklineError, nearest
 from hookline.options import Option, OptionsError
 
-
-@dataclass
-class ResolvedObjects:
-    """The objects named by a configuration, imported and checked.
-
-    Attributes:
-        targets: the class or function of each class path.
-        hooks: the checked hooks, by key. A hook with objects among its options is not included,
-            because its options can only be checked when the objects have been created.
-    """
-
-    targets: dict[str, Any] = field(default_factory=dict[str, Any])
-    hooks: dict[Key, HookItem] = field(default_factory=dict[Key, HookItem])
+Targets = dict[str, Any]
+"""The class or function of each class path."""
 
 
-def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> ResolvedObjects:
+def check_objects(config: TrainingConfig, tree: ConfigTree, trust: Trust) -> Targets:
     """Import every class that is named, if all are trusted, and compare arguments."""
     return _ObjectChecker(config, tree, trust).check()
 
@@ -90,6 +78,9 @@ def iterate_hooks(config: Any) -> Iterator[tuple[Key, str | None, HookConfig]]:
 # -- checking --------------------------------------------------------------------------------------
 
 
+_SECTIONS = ("model", "optimizer", "scheduler", "loss_fn", "step_fn", "tokens_fn", "data")
+
+
 @dataclass(frozen=True)
 class _ObjectSpec:
     """One object of a configuration, with its arguments by name."""
@@ -107,21 +98,21 @@ class _ObjectChecker:
     def __init__(self, config: Any, tree: ConfigTree, trust: Trust) -> None:
         self._config, self._tree, self._trust = config, tree, trust
         self._problems = ProblemList()
-        self._resolved = ResolvedObjects()
+        self._targets: Targets = {}
 
-    def check(self) -> ResolvedObjects:
+    def check(self) -> Targets:
         specs = list(self._specs())
         classes = self._config.trainer.hooks.hook_classes
         names = [(("trainer", "hooks", "hook_classes", i), name) for i, name in enumerate(classes)]
         hook_paths = [*self._paths(self._hook_names()), *self._paths(names)]
         self._import_trusted([*((spec.path_key, spec.path) for spec in specs), *hook_paths])
         for spec in specs:
-            if spec.path in self._resolved.targets and not spec.is_reference:
-                self._check_arguments(spec, self._resolved.targets[spec.path])
+            if spec.path in self._targets and not spec.is_reference:
+                self._check_arguments(spec, self._targets[spec.path])
         self._check_options()
         self._check_consistency()
         self._problems.raise_any()
-        return self._resolved
+        return self._targets
 
     def check_hooks(self) -> None:
         self._import_trusted(list(self._paths(self._hook_names())))
@@ -146,46 +137,46 @@ class _ObjectChecker:
 
     def _specs(self) -> Iterator[_ObjectSpec]:
         """Yield every object, including objects within objects."""
-        config = self._config
-        for name in ("model", "optimizer", "scheduler", "loss_fn", "step_fn", "tokens_fn"):
-            positional = 1 if name in ("optimizer", "scheduler") else 0
-            for key, section in iterate_section(config, name):
-                yield from self._spec(key, section, positional, not name.endswith("_fn"))
-        for split in ("train", "val"):
-            for key, _, data in iterate_loaders(config, split):
-                yield from self._spec(key, data)
-                if data.loader is not None:
-                    key = (*key, "loader")
-                    yield _ObjectSpec(key, "torch.utils.data.DataLoader", key, data.loader, 1)
-                    yield from self._specs_within(data.loader, key)
-        for key, _, hook in iterate_hooks(config):
+        for name, section in self._config.model_dump(include=set(_SECTIONS)).items():
+            yield from self._specs_within(section, (name,))
+        for key, _, hook in iterate_hooks(self._config):
             for name, value in hook.item().items():
-                yield from self._specs_within(value, (*key, name))
-        for key, optimizer in iterate_section(config, "optimizer"):
-            for i, group in enumerate(optimizer.groups):
-                yield from self._specs_within(group.model_extra or {}, (*key, "groups", i))
+                yield from self._specs_within(value, (*key, name), is_argument=True)
 
-    def _spec(
-        self, key: Key, section: Any, positional: int = 0, is_called: bool = True
+    def _specs_within(
+        self, value: Any, key: Key, *, is_argument: bool = False
     ) -> Iterator[_ObjectSpec]:
-        path, args = section.class_path, section.init_args
-        is_reference = not getattr(section, "call", True)
-        keys: tuple[Key, Key] = (*key, "class_path"), (*key, "init_args")
-        yield _ObjectSpec(keys[0], path, keys[1], args, positional, is_called, is_reference)
-        yield from self._specs_within(args, keys[1])
+        """Yield the objects within a section or an argument; malformed ones are problems."""
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if not isinstance(value, Mapping):
+            return
+        is_object = "class_path" in value  # not a mapping of loaders by name
+        if is_object:
+            if is_argument:
+                try:
+                    value = validate_as(InnerObject, value, self._tree, key).model_dump()
+                except FileError as error:
+                    self._problems.extend(error.problems)
+                    return
+            yield self._make_spec(value, key, is_argument)
+        if is_object and value.get("loader") is not None and not is_argument:
+            loader: Key = (*key, "loader")
+            yield _ObjectSpec(loader, "torch.utils.data.DataLoader", loader, value["loader"], 1)
+        for name, inner in value.items():
+            is_inside = is_argument or (is_object and name in ("init_args", "loader", "groups"))
+            yield from self._specs_within(inner, (*key, name), is_argument=is_inside)
 
-    def _specs_within(self, value: Any, key: Key) -> Iterator[_ObjectSpec]:
-        """Yield the objects within a value; malformed ones are problems."""
-        if isinstance(value, Mapping) and "class_path" in value:
-            try:
-                inner = validate_as(InnerObject, value, self._tree, key)
-            except FileError as error:
-                self._problems.extend(error.problems)
-            else:
-                yield from self._spec(key, inner)
-        elif isinstance(value, Mapping | list):
-            for name, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-                yield from self._specs_within(inner, (*key, name))
+    def _make_spec(self, value: Mapping[str, Any], key: Key, is_argument: bool) -> _ObjectSpec:
+        positional = int(key[0] in ("optimizer", "scheduler") and not is_argument)
+        is_called = is_argument or not str(key[0]).endswith("_fn")
+        path_key, args_key = (*key, "class_path"), (*key, "init_args")
+        path, args, is_reference = (
+            value["class_path"],
+            value["init_args"],
+            not value.get("call", True),
+        )
+        return _ObjectSpec(path_key, path, args_key, args, positional, is_called, is_reference)
 
     def _hook_names(self) -> Iterator[tuple[Key, str]]:
         """Yield the name or class path of every hook of the section `hooks`."""
@@ -203,7 +194,7 @@ class _ObjectChecker:
 
     def _resolve(self, key: Key, path: str) -> None:
         """Import the class or function of a class path."""
-        if path in self._resolved.targets:
+        if path in self._targets:
             return
         try:
             target = load_object(path)
@@ -213,7 +204,7 @@ class _ObjectChecker:
         problem = self._trust.find_problem(path) or self._trust.find_target_problem(path, target)
         self._add_problem(key, problem)
         if problem is None:
-            self._resolved.targets[path] = target
+            self._targets[path] = target
 
     def _check_arguments(self, spec: _ObjectSpec, target: Any) -> None:
         name = spec.path.rpartition(".")[2]
@@ -226,11 +217,8 @@ class _ObjectChecker:
         """Load a hook's class and check its options."""
         item = hook.item()
         options = {name: value for name, value in item.items() if name != "class_path"}
-        has_objects = _contains_object(options)
-        try:
-            checked = HookItem.read(item, kind, check_values=not has_objects)
-            if not has_objects:
-                self._resolved.hooks[key] = checked
+        try:  # options that contain objects are checked when these have been created
+            HookItem.read(item, kind, check_values=not _contains_object(options))
         except OptionsError as error:
             for problem in error.problems:
                 is_inside = problem.option in (hook.init_args or {})
@@ -249,23 +237,11 @@ class _ObjectChecker:
             text = f"It is {trainer_seed}, but `seed` is {config.seed}. Keep one of them."
             self._add_problem(("trainer", "seed"), text)
         optimizers = len(list(iterate_section(config, "optimizer")))
-        for key, optimizer in iterate_section(config, "optimizer"):
-            self._check_rate((*key, "init_args"), optimizer.init_args)
-            for i, group in enumerate(optimizer.groups):
-                # Options of groups are compared with no signature: strings are checked here, too.
-                self._check_rate((*key, "groups", i), group.model_extra or {}, int | float | str)
         for key, scheduler in iterate_section(config, "scheduler"):
             if scheduler.optimizer >= optimizers:
                 count = f"there are {optimizers} optimizers, counted from 0"
                 text = f"It is {scheduler.optimizer}, but {count}."
                 self._add_problem((*key, "optimizer"), text)
-
-    def _check_rate(self, key: Key, options: Mapping[str, Any], types: Any = int | float) -> None:
-        """Add a learning rate of one of these types that is not a number from 0."""
-        lr: Any = options.get("lr")
-        if isinstance(lr, types) and (isinstance(lr, str) or not 0 <= lr < math.inf):
-            text = f"It is {format_value(lr)}. Expected a learning rate of 0 or more."
-            self._add_problem((*key, "lr"), text)
 
 
 # -- arguments ------------------------------------------------------------------------------------
@@ -314,14 +290,9 @@ def find_argument_problems(
 
 def _find_value_problem(target: Any, parameter: inspect.Parameter, value: Any) -> str | None:
     """Return why a value does not match its annotation; values with objects are not checked."""
-    is_class = isinstance(value, Mapping) and value.get("call") is False
-    if (_contains_object(value) and not is_class) or value == parameter.default:
+    if _contains_object(value) or value == parameter.default:
         return None
     try:
-        if is_class:
-            value = load_object(value["class_path"])
-            if not isinstance(value, type):
-                return None
         hint = _read_hint(target, parameter.name)
         if hint is None:
             return None

@@ -1,4 +1,4 @@
-"""YAML, TOML and JSON files, parsed to the same plain values; YAML and JSON with lines of keys.
+"""YAML, TOML and JSON files, parsed to the same plain values; YAML with the lines of keys.
 
 YAML follows the rules of version 1.2: `no` and `on` are strings, `1e-3` is a number, and a date is
 a string. In all three formats keys are strings, and a duplicate key is an error.
@@ -10,7 +10,6 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from pathlib import Path
@@ -29,19 +28,6 @@ MIN_SIZE = 4096
 _MAX_BITS = 3_322  # of an integer: 1,000 digits
 _TOO_DEEP = f"Values are nested more than {MAX_DEPTH} levels deep."
 _MERGE_TAG = "tag:yaml.org,2002:merge"
-_QUOTES = "A value that begins with '*', '@', '%' or '`' needs quotes."
-_YAML_HINTS = {  # by what the parser says
-    r"'\t'": "Indent with spaces: YAML does not allow tabs.",
-    "alias": _QUOTES,
-    "cannot start any token": _QUOTES,
-    "quoted scalar": "A quote is not closed.",
-    "flow mapping": "A '{' is not closed, or a comma is missing.",
-    "flow sequence": "A '[' is not closed, or a comma is missing.",
-    "mapping values are not allowed": "The line is indented more than those above it, a space is "
-    "missing after a colon, or a value that contains ': ' needs quotes.",
-    "<block end>": "The line is indented otherwise than those above it. Keys of one mapping, and "
-    "items of one list, need the same indentation.",
-}
 _TOML_PART = r"""(?:[\w-]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|'[^'\n]*+')"""
 _DEEP_TOML_KEY = re.compile(
     rf"(?<![\w-]){_TOML_PART}(?:[ \t]*+\.[ \t]*+{_TOML_PART}){{{MAX_DEPTH}}}"
@@ -50,7 +36,7 @@ _DEEP_TOML_KEY = re.compile(
 
 @dataclass
 class ParsedFile:
-    """The values of a file, the line of each key (None in TOML), and the number of bytes."""
+    """The values of a file, the line of each key (in YAML), and the number of bytes."""
 
     values: Any
     lines: dict[Key, int | None] = field(default_factory=dict[Key, int | None])
@@ -140,26 +126,17 @@ def _too_many(line: int | None = None) -> _ParseError:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """A loader that resolves plain scalars by the rules of YAML 1.2, and stops at the limits."""
+    """A loader that resolves plain scalars by the rules of YAML 1.2, and stops at a limit."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012 - as PyYAML declares it
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._nodes_left = 2 * MAX_VALUES + 1  # keys are nodes, too
-        self._depth = 0
+    _nodes_left = 2 * MAX_VALUES + 1  # keys are nodes, too
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node; PyYAML calls this for each node."""
         self._nodes_left -= 1
         if self._nodes_left < 0:
             raise _too_many(self.get_mark().line + 1)
-        if self._depth > MAX_DEPTH:
-            raise _ParseError(_TOO_DEEP, self.get_mark().line + 1)
-        self._depth += 1
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
 
 for _tag, _pattern in {
@@ -180,17 +157,18 @@ def _parse_yaml(text: str) -> ParsedFile:
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
-            constructor = _YamlConstructor()
-            values = None if root is None else constructor.construct(root, ())
-            return ParsedFile(values, constructor.lines)
         finally:
             loader.dispose()
+        constructor = _YamlConstructor()
+        values = None if root is None else constructor.construct(root, ())
+        return ParsedFile(values, constructor.lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        reason = f"{error.context or ''} {error.problem or ''}".strip()
+        if "alias" in reason:  # its name may be a secret that begins with an asterisk
+            reason = "an alias (*) has no anchor (&); a text that begins with * needs quotes"
         line = None if mark is None else mark.line + 1
-        found = _find_missing_colon(error, text.splitlines())
-        reason, line = found or (_explain_yaml(error), line)
-        raise _ParseError(f"Not valid YAML: {reason}", line) from None
+        raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         reason = f"the character {chr(error.character)!r} is not allowed"
@@ -199,54 +177,33 @@ def _parse_yaml(text: str) -> ParsedFile:
         raise _ParseError(_TOO_DEEP) from None
 
 
-def _find_missing_colon(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, int] | None:
-    """Return that a key lacks its colon, and its line; None if something else is wrong."""
-    problem, stopped, started = error.problem or "", error.problem_mark, error.context_mark
-    lines = [line.split("#")[0].strip() for line in lines]
-    if stopped is None or "flow" in (error.context or ""):
-        return None
-    if "could not find expected ':'" in problem and started is not None:
-        line = started.line
-    elif "mapping values are not allowed" in problem or "<document start>" in problem:
-        # The parser took the line for the continuation of the one above, which is no key.
-        line = max((i for i in range(stopped.line) if lines[i]), default=stopped.line)
-    else:
-        return None
-    key = re.match(r"(- *)?([\w.-]+)(?: |$)", lines[line])
-    if key is None or ":" in lines[line] or lines[line].endswith((",", "[", "{")):
-        return None
-    dash, name = key.groups()
-    expected = f"`- name: {name}`" if dash and lines[line].endswith(name) else f"`{name}: …`"
-    return f"There is no colon in {format_value(lines[line])}; expected {expected}.", line + 1
-
-
-def _explain_yaml(error: yaml.MarkedYAMLError) -> str:
-    """Return what is wrong and how to fix it; for rare mistakes, what the parser says."""
-    in_words = f"{error.context or ''} {error.problem or ''}.".lstrip()
-    return next((hint for words, hint in _YAML_HINTS.items() if words in in_words), in_words)
-
-
 class _YamlConstructor:
     """Constructs plain values from YAML nodes, and collects the lines of keys."""
 
     def __init__(self) -> None:
-        self._pairs: dict[int, dict[str, tuple[Any, Any]] | None] = {}
         self._values_left = MAX_VALUES
         self.lines: dict[Key, int | None] = {}
 
     def construct(self, node: Any, key: Key) -> Any:
-        line = node.start_mark.line + 1
+        line = _line(node)
         self.lines.setdefault(key, line)
         self._count(line)
         if len(key) > MAX_DEPTH:
             raise _ParseError(_TOO_DEEP, line)
-        if isinstance(node, yaml.MappingNode) and node.tag.endswith(":map"):
+        kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node, key)
-        if isinstance(node, yaml.SequenceNode) and node.tag.endswith(":seq"):
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.construct(item, (*key, i)) for i, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode):
-            return _scalar(node, key)
-        raise _unknown_tag(node, key)
+        if not isinstance(node, yaml.ScalarNode) or kind not in _SCALARS:
+            shown = kind if kind == node.tag else f"!!{kind}"
+            raise _ParseError(f"Unknown tag {format_value(shown, key)}.", line)
+        try:
+            return _SCALARS[kind](node.value)
+        except (ValueError, KeyError):
+            digits = " It has too many digits." if len(node.value) > 500 else ""
+            text = f"{format_value(node.value, key)} is not a valid {kind}.{digits}"
+            raise _ParseError(text, line) from None
 
     def _count(self, line: int) -> None:
         self._values_left -= 1
@@ -255,48 +212,42 @@ class _YamlConstructor:
 
     def _mapping(self, node: Any, key: Key) -> dict[str, Any]:
         mapping: dict[str, Any] = {}
-        for name, (name_node, value) in self._merged_pairs(node).items():
-            line = name_node.start_mark.line
+        for name, (name_node, value) in self._pairs(node).items():
+            line = _line(name_node)
             if isinstance(value, yaml.ScalarNode):
-                line = max(line, value.start_mark.line)  # of an alias, it is that of the anchor
-            self.lines[*key, name] = line + 1
+                line = max(line, _line(value))  # of an alias, it is that of the anchor
+            self.lines[*key, name] = line
             mapping[name] = self.construct(value, (*key, name))
         return mapping
 
-    def _merged_pairs(self, node: Any) -> dict[str, tuple[Any, Any]]:
+    def _pairs(self, node: Any, depth: int = 0) -> dict[str, tuple[Any, Any]]:
         """Return the keys and values of a mapping, with those of the mappings in its `<<`."""
-        line = node.start_mark.line + 1
-        known = self._pairs.setdefault(id(node), None)
-        if known is not None:
-            return known
         own: dict[str, tuple[Any, Any]] = {}
         merged: dict[str, tuple[Any, Any]] = {}
         for name_node, value in node.value:
+            line = _line(name_node)
+            if depth:  # aliases in `<<` can multiply keys
+                self._count(line)
             if name_node.tag == _MERGE_TAG:
                 for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if self._pairs.get(id(source), own) is None:
-                        raise _ParseError("A mapping merges itself with `<<`.", line)
                     if not isinstance(source, yaml.MappingNode):
                         raise _ParseError("`<<` needs a mapping, or a list of mappings.", line)
-                    for name, pair in self._merged_pairs(source).items():
-                        self._count(line)
-                        merged.setdefault(name, pair)
+                    if depth == MAX_DEPTH:
+                        raise _ParseError("A mapping merges itself with `<<`.", line)
+                    merged = self._pairs(source, depth + 1) | merged
                 continue
-            name, name_line = _key_text(name_node), name_node.start_mark.line + 1
+            if not isinstance(name_node, yaml.ScalarNode):
+                raise _ParseError("A key is a list or a mapping; expected a string.", line)
+            name = str(name_node.value)
             if name in own:
-                first = own[name][0].start_mark.line + 1
-                text = f"Duplicate key '{name}', first given in line {first}."
-                raise _ParseError(text, name_line)
+                first = _line(own[name][0])
+                raise _ParseError(f"Duplicate key '{name}', first given in line {first}.", line)
             own[name] = name_node, value
-        self._pairs[id(node)] = pairs = merged | own
-        return pairs
+        return merged | own
 
 
-def _key_text(node: Any) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        line = node.start_mark.line + 1
-        raise _ParseError("A key is a list or a mapping; expected a string.", line)
-    return str(node.value)
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
 
 
 _SCALARS: dict[str, Callable[[str], Any]] = {
@@ -309,39 +260,16 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _scalar(node: Any, key: Key) -> Any:
-    kind = node.tag.rpartition(":")[2]
-    if kind not in _SCALARS:
-        raise _unknown_tag(node, key)
-    try:
-        return _SCALARS[kind](node.value)
-    except (ValueError, KeyError):
-        text = f"{format_value(node.value, key)} is not a valid {kind}."
-        if kind == "int" and len(node.value) > 500:
-            text += " It has too many digits."
-        raise _ParseError(text, node.start_mark.line + 1) from None
-
-
-def _unknown_tag(node: Any, key: Key) -> _ParseError:
-    tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
-    return _ParseError(f"Unknown tag {format_value(tag, key)}.", node.start_mark.line + 1)
-
-
 # -- JSON -----------------------------------------------------------------------------------------
 
 
 def _parse_json(text: str) -> ParsedFile:
     try:
-        parsed = _to_plain(parse_json(text.encode()))
+        return _to_plain(parse_json(text.encode()))
     except json.JSONDecodeError as error:
         raise _ParseError(f"Not valid JSON: {error.msg}.", error.lineno) from None
     except ValueError as error:
         raise _ParseError(f"Not valid JSON: {error}.") from None
-    # YAML includes JSON, apart from tabs, which JSON does not allow within strings, and from rare
-    # characters that only JSON allows: then there are no lines.
-    with suppress(_ParseError):
-        parsed.lines = _parse_yaml(text.replace("\t", " ")).lines
-    return parsed
 
 
 # -- TOML -----------------------------------------------------------------------------------------

@@ -43,21 +43,8 @@ _MISSING = object()
 def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None:
     """Replace all references by their values; raise a `FileError` that names every wrong one."""
     resolver = _Resolver(tree, environment)
-    problems = ProblemList()
-
-    def resolve(value: Any, key: Key) -> Any:
-        if isinstance(value, dict):
-            return {name: resolve(inner, (*key, name)) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [resolve(inner, (*key, i)) for i, inner in enumerate(value)]
-        try:
-            return resolver.resolve(value, key)
-        except FileError as error:
-            problems.extend(error.problems)
-            return value
-
-    values = resolve(tree.values, ())
-    problems.raise_any()
+    values = resolver.resolve(tree.values, ())
+    resolver.problems.raise_any()
     tree.values = values
 
 
@@ -71,6 +58,7 @@ class _Resolver:
         self._tree, self._environment = tree, environment
         self._active: list[Key] = []  # the strings that are being resolved, outermost first
         self._count = self._depth = self._length = 0
+        self.problems = ProblemList()
 
     def resolve(self, value: Any, key: Key) -> Any:
         """Return a copy of a value in which all references are replaced."""
@@ -86,6 +74,11 @@ class _Resolver:
             if isinstance(value, list):
                 return [self.resolve(inner, (*key, i)) for i, inner in enumerate(value)]
             return self._resolve_string(value, key) if _has_reference(value) else value
+        except FileError as error:
+            if self._active:
+                raise
+            self.problems.extend(error.problems)  # and look for others
+            return value
         finally:
             self._depth -= 1
 

@@ -1,6 +1,6 @@
 """The models of a config file: each section and key, its valid values and its meaning.
 
-`validate` compares a merged configuration with them; nothing is imported.
+`validate_file` compares a merged configuration with them; nothing is imported.
 
 Error messages, the JSON schema and the reference page are derived from these models.
 
@@ -20,7 +20,6 @@ Error messages, the JSON schema and the reference page are derived from these mo
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -51,6 +50,7 @@ from hookline.config_files.tree import (
     shorten,
 )
 from hookline.config_files.trust import VARIABLE
+from hookline.dispatch import HookSettings
 from hookline.errors import nearest
 
 _TAGS = ("(one)", "(list)", "(named)")
@@ -217,10 +217,8 @@ class HookConfig(StringShorthand):
     @model_validator(mode="after")
     def _is_named(self) -> Self:
         if self.name is None and self.class_path is None:
-            extra = self.model_extra or {}
-            names = [name for name, value in extra.items() if value is None or type(value) is dict]
-            hint = f"such as `name: {[*names, 'early_stopping'][0]}`, with its options beside it"
-            raise ValueError(f"A hook needs `name` or `class_path`, {hint}")
+            example = "`name: early_stopping`, with its options beside it"
+            raise ValueError(f"A hook needs `name` or `class_path`, such as {example}")
         return self
 
     def item(self) -> dict[str, Any]:
@@ -320,6 +318,23 @@ class TrainingConfig(Config):
     )
 
 
+class ScriptConfig(Config):
+    """The file of `hookline run --hooks`: hooks, trackers and the run, nothing about training."""
+
+    include: str | list[str] = Field(default=[], description="other files, relative to this one")
+    name: str | None = Field(default=None, min_length=1, description="the run's name")
+    tags: list[str] = Field(default=[], description="words to find the run by")
+    hparams: dict[str, Any] = Field(default={}, description="hyperparameters to record")
+    runs: str | None = Field(default=None, min_length=1, description="the folder for runs")
+    trackers: list[TrackerConfig] = Field(
+        default=[], description="experiment trackers that the run is also written to"
+    )
+    settings: HookSettings = Field(
+        default_factory=HookSettings, description="how failing and costly hooks are treated"
+    )
+    hooks: Hooks = Field(default=[], description="a list of hooks, or hooks by kind")
+
+
 # -- validation ------------------------------------------------------------------------------------
 
 
@@ -328,11 +343,6 @@ _TRUST_IN_FILE = (
     f"{VARIABLE}=PACKAGE, or set `trust` under `[tool.hookline]` in the project's pyproject.toml; "
     "from Python, call load_training(…, trust=[…])."
 )
-
-
-def validate(tree: ConfigTree) -> TrainingConfig:
-    """Return the configuration as a `TrainingConfig`; raise a `FileError` that names every key."""
-    return validate_file(TrainingConfig, tree)
 
 
 def validate_file(model: type[_Model], tree: ConfigTree) -> _Model:
@@ -371,8 +381,7 @@ def _expectation(error: dict[str, Any]) -> str:
     context = error.get("ctx", {})
     if error["type"] in ("model_type", "dict_type"):
         is_union = context.get("class_name") == HooksByKind.__name__
-        hint = " or a list" if is_union else ""
-        return f"Expected a mapping{hint}{_colon_hint(error['input'])}"
+        return f"Expected a mapping{' or a list' if is_union else ''}"
     if error["type"] == "string_pattern_mismatch" and context["pattern"] == _TRACKER_NAME:
         return "Expected the name of a tracker, one of Hookline's or of an installed package"
     if error["type"] == "string_pattern_mismatch":
@@ -380,16 +389,6 @@ def _expectation(error: dict[str, Any]) -> str:
     if error["type"] == "value_error":  # raised by a validator of the models
         return str(context["error"])
     return str(error["msg"])
-
-
-def _colon_hint(value: Any) -> str:
-    """Return that a colon or its space is missing, if a value looks like a key and its value."""
-    found = re.match(r"([^\W\d]\w*)(:|\s+)(\S+)", value) if isinstance(value, str) else None
-    if found is None:
-        return ""
-    name, separator, rest = found.groups()
-    missing = "A space is missing after the colon" if separator == ":" else "A colon is missing"
-    return f". {missing}: `{name}: {rest}`"
 
 
 def _fields_at(model: type[Config], path: Key) -> dict[str, str]:

@@ -119,13 +119,6 @@ def format_key(key: Key) -> str:
     return ".".join(shorten(str(part), _MAX_VALUE) for part in key)
 
 
-def describe_result(result: object) -> str:
-    """Return what a function returned, for a message that says what was expected."""
-    if isinstance(result, type):
-        return f"the class {result.__name__}, not an instance"
-    return f"a {type(result).__name__}"
-
-
 def format_value(value: object, key: Key = ()) -> str:
     """Return the repr of a key's value for a message, shortened if it is long; no secrets."""
     try:

@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 from hookline.dispatch.settings import HookSettings
-from hookline.printable import printable, quote_lines
+from hookline.printable import quote_lines
 from hookline.text_tables import format_table
 
 log = logging.getLogger("hookline")
@@ -37,10 +37,10 @@ HookStatus = Literal["enabled", "disabled", "failed", "removed"]
 
 
 def costs_by_event(
-    call_stats: Mapping[str, CallStats], earlier: Mapping[str, EventCost] | None = None
+    call_stats: Mapping[str, CallStats], earlier: Mapping[str, EventCost]
 ) -> dict[str, EventCost]:
     """Return what was called so far, added to what an earlier hook of the same name has cost."""
-    costs = dict(earlier or {})
+    costs = dict(earlier)
     for event, stats in call_stats.items():
         if stats.calls:
             before = costs.get(event, EventCost(0, 0.0))
@@ -189,13 +189,13 @@ class Summary:
         ]
         lines = [format_table(headers, rows)]
         lines += [
-            f"{printable(hook.name)}: last error: {quote_lines(hook.last_error)}"
+            f"{hook.name}: last error: {quote_lines(hook.last_error)}"
             for hook in self.hooks
             if hook.last_error and not hook.critical  # a critical hook's error was raised
         ]
         for rank, other in enumerate(self.other_ranks, 1):
             lines += [
-                f"rank {rank}: {printable(hook.name)} failed {hook.failures} times, last error: "
+                f"rank {rank}: {hook.name} failed {hook.failures} times, last error: "
                 f"{quote_lines(hook.last_error or '')}"
                 for hook in other.hooks
                 if hook.failures

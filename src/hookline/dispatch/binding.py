@@ -19,7 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hookline.context import EvalMetrics, LazyFloat, Metrics
+from hookline.context import LazyFloat, Metrics
 from hookline.errors import SignatureError, nearest
 from hookline.events import EVENTS, FLOWS, NAMES, Argument, Event
 from hookline.hook import Hook
@@ -250,7 +250,7 @@ def _to_path(value: Any) -> Any:
 
 
 def _to_eval(metrics: Any) -> Any:
-    return EvalMetrics(metrics) if type(metrics) is Metrics else metrics
+    return Metrics.for_eval(metrics) if type(metrics) is Metrics else metrics
 
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {

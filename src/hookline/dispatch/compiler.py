@@ -285,7 +285,7 @@ def _expression(value: WantedValue) -> str:
 
 
 def _condition(i: int, signature: CallSignature) -> str:
-    parts = [f"not step % every{i}"] if signature.every else []
-    parts += [f"epoch >= from_epoch{i}"] if signature.from_epoch else []
-    parts += [f"samples{i}(step)"] if signature.samples else []
-    return " and ".join(parts)
+    conditions = [f"not step % every{i}"] if signature.every else []
+    conditions += [f"epoch >= from_epoch{i}"] if signature.from_epoch else []
+    conditions += [f"samples{i}(step)"] if signature.samples else []
+    return " and ".join(conditions)

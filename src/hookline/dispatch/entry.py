@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, get_args
 
-from hookline.arguments import check_choice, check_flag, check_name, show_value
-from hookline.dispatch.accounting import CallStats, EventCost, HookInfo, HookStatus, costs_by_event
+from hookline.arguments import check_choice, show_value
+from hookline.dispatch.accounting import CallStats, HookInfo, HookStatus, costs_by_event
 from hookline.dispatch.binding import Binding
 from hookline.dispatch.settings import Schedule
-from hookline.errors import (
-    ArgumentError,
-    NameTakenError,
-    RegistrationError,
-    UnknownHookError,
-    listed,
-    nearest,
-)
+from hookline.errors import ArgumentError, NameTakenError, RegistrationError
 from hookline.events import EVENTS, FLOWS
 from hookline.hook import Hook, HookGroup, Ranks
 from hookline.masking import mask_secrets, remember_secrets
@@ -113,8 +105,13 @@ class Entry:
         self.failures += 1
         return streak
 
-    def info(self, elapsed: float) -> HookInfo:
-        """Return the hook's `HookInfo`; `elapsed` is the run's time in seconds."""
+    def info(self, elapsed: float, earlier: HookInfo | None = None) -> HookInfo:
+        """Return the hook's `HookInfo`; `elapsed` is the run's time in seconds.
+
+        The calls and failures of an earlier hook of this name are added.
+        """
+        costs = costs_by_event(self.call_stats, {} if earlier is None else earlier.costs)
+        seconds = sum(cost.seconds for cost in costs.values())
         return HookInfo(
             name=self.name,
             kind=self.hook.hookline_kind,
@@ -122,9 +119,12 @@ class Entry:
             status=self.status,
             schedule=str(replace(self.schedule, every=self.every or 1)),
             events=tuple(event for event in (*EVENTS, *FLOWS) if event in self.bindings),
-            failures=self.failures,
-            last_error=self.last_error,
-            **_sum_costs(costs_by_event(self.call_stats), elapsed),
+            failures=self.failures + (earlier.failures if earlier else 0),
+            last_error=self.last_error or (earlier.last_error if earlier else None),
+            calls=sum(cost.calls for cost in costs.values()),
+            seconds=seconds,
+            share=seconds / elapsed if elapsed else 0.0,
+            costs=costs,
             options=mask_secrets(dict(self.hook.hookline_options)),
             purpose=(type(self.hook).__doc__ or "").strip().partition("\n")[0],
             cost=type(self.hook).hookline_cost,
@@ -137,43 +137,8 @@ class Entry:
 
         Options may be modules and other large objects, which must not stay alive.
         """
-        last = replace(self.info(0.0), status="removed", options={}, unmasked_options={})
-        if earlier is None:
-            return last
-        return replace(
-            last,
-            **_sum_costs(costs_by_event(self.call_stats, earlier.costs), 0.0),
-            failures=last.failures + earlier.failures,
-            last_error=last.last_error or earlier.last_error,
-        )
-
-
-def _sum_costs(costs: Mapping[str, EventCost], elapsed: float) -> dict[str, Any]:
-    """Return the fields of `HookInfo` about cost."""
-    seconds = sum(cost.seconds for cost in costs.values())
-    return {
-        "calls": sum(cost.calls for cost in costs.values()),
-        "seconds": seconds,
-        "share": seconds / elapsed if elapsed else 0.0,
-        "costs": costs,
-    }
-
-
-def check_registration(names: Mapping[str, Any], flags: Mapping[str, Any]) -> None:
-    """Raise for arguments of `add_hook` that are not what they should be, names may be None."""
-    for option, name in names.items():
-        if name is not None:
-            check_name(f"add_hook(…, {option}=…)", name)
-    for option, flag in flags.items():
-        check_flag(f"add_hook(…, {option}=…)", flag)
-
-
-def unknown_hook(name: Any, known: list[str]) -> UnknownHookError:
-    """Return the error for a name that no hook has."""
-    hint = nearest(name, known) if isinstance(name, str) else ""
-    return UnknownHookError(
-        f"There is no hook {show_value(name)}.{hint} There are: {listed(known)}."
-    )
+        info = self.info(0.0, earlier)
+        return replace(info, status="removed", options={}, unmasked_options={})
 
 
 def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = False) -> str:

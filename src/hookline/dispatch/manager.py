@@ -24,19 +24,18 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-from hookline.arguments import check_instance, read_items, show_value
+from hookline.arguments import check_flag, check_instance, check_name, read_items, show_value
 from hookline.dispatch.accounting import HookInfo, HookStatus, RunClock, Summary
 from hookline.dispatch.binding import bind
 from hookline.dispatch.calling_hook import guard_calls
 from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import (
     Entry,
-    check_registration,
     choose_name,
     choose_ranks,
-    unknown_hook,
 )
 from hookline.dispatch.event_arguments import EventArguments, make_event_method
 from hookline.dispatch.failures import FailureHandler
@@ -48,7 +47,9 @@ from hookline.errors import (
     NameTakenError,
     NotProvidedError,
     RegistrationError,
+    UnknownHookError,
     listed,
+    nearest,
 )
 from hookline.events import FLOWS, NAMES, find_event
 from hookline.hook import Hook, Ranks, as_hook
@@ -143,10 +144,11 @@ class HookManager:
                 its class says.
             replace: replace a hook of the same name.
         """
-        check_registration(
-            names={"kind": kind, "before": before, "after": after},
-            flags={"enabled": enabled, "strict": strict, "replace": replace},
-        )
+        for option, text in (("kind", kind), ("before", before), ("after", after)):
+            if text is not None:
+                check_name(f"add_hook(…, {option}=…)", text)
+        for option, flag in (("enabled", enabled), ("strict", strict), ("replace", replace)):
+            check_flag(f"add_hook(…, {option}=…)", flag)
         with self._lock:
             entry = self._make_entry(as_hook(hook, kind), name, replace)
             if kind is not None and kind != entry.hook.hookline_kind:
@@ -207,16 +209,19 @@ class HookManager:
         Those of another manager keep their names, schedules, order and status.
         """
         if isinstance(hooks, HookManager):
-            entries = registration_order(hooks._entries)  # noqa: SLF001 - of its class
-            return [self.add_hook(e.hook, e.name, **e.registration()) for e in entries]
+            hooks = hooks._registrations()  # noqa: SLF001 - of its class
         if isinstance(hooks, Hook):
             message = f"hooks takes a list of hooks. Write hooks=[{type(hooks).__name__}(…)]."
             raise ArgumentError(message)
         items = map(self._read_item, read_items("hooks", hooks, "a list of hooks"))
         return [self.add_hook(item.hook, **item.options) for item in items]
 
+    def _registrations(self) -> list[Registration]:
+        """Return the hooks so that another manager can register them as they are."""
+        entries = registration_order(self._entries)
+        return [Registration(e.hook, {"name": e.name, **e.registration()}) for e in entries]
+
     def _read_item(self, item: Any) -> Registration:
-        """Return an item of a list of hooks as a registration."""
         return item if isinstance(item, Registration) else Registration(item)
 
     def remove_hook(self, name: str) -> Hook:
@@ -272,31 +277,25 @@ class HookManager:
 
     def __reduce__(self) -> Any:
         """Copy or pickle the hooks with their names and schedules, for a loop that is to come."""
-        entries = registration_order(self._entries)
-        hooks = [(entry.hook, entry.name, entry.registration()) for entry in entries]
-        return _make_manager, (hooks, self.settings)
+        return partial(HookManager, settings=self.settings), (self._registrations(),)
 
     def _entry(self, name: str) -> Entry:
         for entry in self._entries:
             if isinstance(name, str) and entry.name == name:
                 return entry
-        raise unknown_hook(name, self.list_hooks())
+        hint = nearest(name, self.list_hooks()) if isinstance(name, str) else ""
+        raise UnknownHookError(
+            f"There is no hook {show_value(name)}.{hint} There are: {listed(self.list_hooks())}."
+        )
 
-    def _make_entry(
-        self,
-        hook: Hook,
-        name: str | None = None,
-        replace: bool = False,
-        taken: set[str] | None = None,
-    ) -> Entry:
+    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
         registered = next((entry for entry in self._entries if entry.hook is hook), None)
         if registered is not None:
             raise NameTakenError(
                 f"This {type(hook).__name__} is registered already, as '{registered.name}'. "
                 "Create another instance, or remove it first."
             )
-        if taken is None:
-            taken = {entry.name for entry in self._entries}
+        taken = {entry.name for entry in self._entries}
         return Entry(choose_name(hook, name, taken, replace), hook, bind(hook))
 
     def _set_status(self, entry: Entry, status: HookStatus) -> None:
@@ -383,12 +382,6 @@ class HookManager:
             for e in self.listening(event)
             if not (needed and event in e.hook.hookline_optional_events)
         ]
-
-    def schedules_of(self, event: str, arguments: Iterable[str]) -> dict[str, Schedule]:
-        """Return the schedules of the enabled hooks that take one of these arguments, by name."""
-        wanted = set(arguments)
-        entries = self.listening(event)
-        return {e.name: e.schedule for e in entries if wanted & e.bindings[event].accepted}
 
     def listening(self, event: str) -> list[Entry]:
         """Return the entries of the hooks that are called for an event."""
@@ -505,13 +498,6 @@ class HookManager:
                 "Expected what state_dict() returned, a mapping from hook names to states, "
                 f"not a {type(states).__name__}."
             )
-        try:
-            states = dict(states.items())
-        except Exception as error:
-            raise HookStateError(
-                f"The states of hooks, a {type(states).__name__}, cannot be read "
-                f"({show_value(error)})."
-            ) from error
         with self._lock:
             stateful = {entry.name: entry for entry in self._entries if entry.has_state}
             for name, entry in stateful.items():
@@ -541,12 +527,3 @@ def _load_state(entry: Entry, state: Mapping[str, Any]) -> None:
 # Methods instead of __getattr__, which would slow down every attribute access of the class.
 for _name in NAMES:
     setattr(HookManager, _name, make_event_method(_name))
-
-
-def _make_manager(
-    hooks: list[tuple[Hook, str, dict[str, Any]]], settings: HookSettings
-) -> HookManager:
-    manager = HookManager(settings=settings)
-    for hook, name, registration in hooks:
-        manager.add_hook(hook, name, **registration)
-    return manager

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableSequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, SupportsIndex, overload
+from typing import Any
 
-from hookline.arguments import read_items
 from hookline.context import StepContext
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.manager import HookManager
-from hookline.errors import NameTakenError, SignatureError
-from hookline.hook import Hook, as_hook
+from hookline.dispatch.settings import HookLike
+from hookline.errors import SignatureError
+from hookline.hook import Hook
 
 
 class HookRunner(HookManager):
@@ -29,14 +29,8 @@ class HookRunner(HookManager):
 
     _by_group = False  # the order of the list
 
-    def _make_entry(
-        self,
-        hook: Hook,
-        name: str | None = None,
-        replace: bool = False,
-        taken: set[str] | None = None,
-    ) -> Entry:
-        entry = super()._make_entry(hook, name, replace, taken)
+    def _make_entry(self, hook: Hook, name: str | None = None, replace: bool = False) -> Entry:
+        entry = super()._make_entry(hook, name, replace)
         if self.source is None or isinstance(self.source, _Config):
             for event, binding in entry.bindings.items():
                 provided = _PROVIDED.get(event, binding.required)
@@ -50,32 +44,22 @@ class HookRunner(HookManager):
         return entry
 
     @property
-    def hooks(self) -> HookList:
-        """The hooks as a list: appending registers a hook, deleting removes it."""
-        return HookList(self)
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks in their order; `add_hook` adds one, and another list may be assigned."""
+        return tuple(entry.hook for entry in self._entries)
 
     @hooks.setter
-    def hooks(self, hooks: Iterable[Hook]) -> None:
-        self.set_hooks(hooks)
-
-    def set_hooks(self, hooks: Iterable[Hook]) -> None:
-        """Replace the hooks by these; hooks that stay keep their name, schedule and stats."""
+    def hooks(self, hooks: Iterable[HookLike]) -> None:
         with self._lock:
-            hooks = read_items("hooks", hooks, "a list of hooks")
-            if len({id(hook) for hook in hooks}) < len(hooks):
-                raise NameTakenError("A hook is in the list twice. Create another instance of it.")
-            registered = {id(entry.hook): entry for entry in self._entries}
-            taken = {registered[id(hook)].name for hook in hooks if id(hook) in registered}
-            entries: list[Entry] = []
-            for hook in hooks:
-                entry = registered.get(id(hook))
-                if entry is None:
-                    entry = self._make_entry(as_hook(hook), taken=taken)
-                    taken.add(entry.name)
-                entries.append(entry)
-            self._apply(entries, changed={*entries, *self._entries})
-            for entry in entries:
-                entry.before = entry.after = None  # the list alone determines the order
+            before = self._registrations()
+            self.clear_hooks()
+            try:
+                kept = {id(each.hook): each for each in before}
+                self.register_hooks([kept.get(id(hook), hook) for hook in hooks])
+            except BaseException:
+                self.clear_hooks()
+                self.register_hooks(before)
+                raise
 
     def on_train_begin(self, config: Any) -> None:
         """Fire `on_train_start`. Hooks may ask for `config` in every later event too."""
@@ -121,51 +105,3 @@ class _Config:
     """The source of a runner that was given none: the configuration from `on_train_begin`."""
 
     config: Any
-
-
-class HookList(MutableSequence[Hook]):
-    """The hooks of a runner as a list; changing it registers and removes them."""
-
-    def __init__(self, runner: HookRunner) -> None:
-        self._runner = runner
-
-    def _hooks(self) -> list[Hook]:
-        return [self._runner.get_hook(name) for name in self._runner.list_hooks()]
-
-    def __len__(self) -> int:
-        return len(self._runner)
-
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> Hook: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Hook]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> Hook | list[Hook]:
-        return self._hooks()[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        hooks = self._hooks()
-        hooks[index] = value
-        self._runner.set_hooks(hooks)
-
-    def __delitem__(self, index: SupportsIndex | slice) -> None:
-        hooks = self._hooks()
-        del hooks[index]
-        self._runner.set_hooks(hooks)
-
-    def insert(self, index: SupportsIndex, value: Hook) -> None:
-        """Register a hook at this index."""
-        hooks = self._hooks()
-        hooks.insert(index, value)
-        self._runner.set_hooks(hooks)
-
-    def reverse(self) -> None:
-        """Reverse the order."""
-        self._runner.set_hooks(self._hooks()[::-1])
-
-    def __eq__(self, other: object) -> bool:
-        return self._hooks() == (other._hooks() if isinstance(other, HookList) else other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._hooks())

@@ -66,7 +66,7 @@ class Schedule:
         rate = self.sample_rate
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate <= 1:
             raise ArgumentError(
-                f"sample_rate is {show_value(rate)}; expected a share above 0 and up to 1, such "
+                f"sample_rate is {show_value(rate)}; expected a fraction above 0 and up to 1, such "
                 "as 0.1. To disable a hook, use enabled=False."
             )
 

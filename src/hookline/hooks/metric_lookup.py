@@ -75,5 +75,5 @@ def number_text(value: Any) -> str:
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:
     """Return names and numbers: `train/loss 0.1234, val/loss 0.2345`."""
-    parts = (f"{name} {number_text(value)}" for name, value in metrics.items())
-    return join_some(parts) or "no metrics"
+    texts = (f"{name} {number_text(value)}" for name, value in metrics.items())
+    return join_some(texts) or "no metrics"

@@ -164,6 +164,10 @@ class EngineDriver:
         self._handles.append(engine.add_event_handler(event, _Handler(handler)))
 
     def _started(self) -> None:
+        with self.session.starting():
+            self._begin()
+
+    def _begin(self) -> None:
         """Begin training, and listen to everything else, after the user's own handlers."""
         engine = self._engine
         self._listen(engine, Events.EPOCH_STARTED, self._start_engine_epoch)
@@ -221,7 +225,7 @@ class EngineDriver:
         self._epoch_is_open = True
 
     def _start_iteration(self) -> None:
-        if self.session.is_validating:  # it has failed, and the user's code has gone on
+        if self._evaluator is not None and self.session.is_validating:  # it has failed
             self.session.leave_validation()
         self.session.start_batch(self._engine.state.batch)
 

@@ -7,8 +7,8 @@ bare loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import Signals
 from types import SimpleNamespace, TracebackType
@@ -47,6 +47,8 @@ class LibrarySession(Session):
 
     Attributes:
         is_connected: whether the trainer has begun to train, and its model is watched.
+        on_refusal: called with the error if training cannot start with these hooks, instead of
+            raising it: the trainer goes on without them.
         ends_for_signal: whether training ends because a process has received a signal; None while
             it does not end.
     """
@@ -80,6 +82,7 @@ class LibrarySession(Session):
         self._unwatched: torch.optim.Optimizer | None = None  # that the user was told about
         self._has_told_signal = False
         self.ends_for_signal: bool | None = None
+        self.on_refusal: Callable[[HooklineError], None] | None = None
         self._cleanup = ExitStack()
         self._requirements.provided |= library.provided
         self._requirements.calls = {**self._requirements.calls, **library.calls}
@@ -137,6 +140,18 @@ class LibrarySession(Session):
         if self.is_connected:
             super().begin()
 
+    @contextmanager
+    def starting(self) -> Generator[None]:
+        """Start training in this block; see `on_refusal`."""
+        try:
+            yield
+        except HooklineError as error:
+            if self.on_refusal is None:
+                raise
+            if not self.has_ended:
+                self.abandon(error)
+            self.on_refusal(error)
+
     def connect(
         self,
         model: torch.nn.Module,
@@ -176,7 +191,8 @@ class LibrarySession(Session):
     def replace_equal(self, others: Iterable[LibrarySession]) -> None:
         """End the sessions of the same trainer that were attached by an equal call of `attach`."""
         for other in list(others):
-            if other.was_attached and not other.has_ended and self.is_equal_to(other):
+            is_open = other.was_attached and not other.has_ended
+            if is_open and self.describe() == other.describe():
                 self.replace(other)
         self.was_attached = True
 
@@ -206,7 +222,7 @@ class LibrarySession(Session):
         Raises:
             LoopError: There are updates, which the gradients of this optimizer do not get.
         """
-        if any(optimizer is own for own in self.optimizers):
+        if optimizer in self.optimizers:
             return True
         if optimizer is not self._unwatched:
             self._unwatched = optimizer
@@ -230,7 +246,7 @@ class LibrarySession(Session):
         """Log that the copy of a trainer has no hooks, unless they are done anyway."""
         if not self.has_ended:
             log.warning(
-                "The copy of %s has no hooks: they belong to one training. Attach others to it, "
+                "The copy of %s has no hooks: they belong to one training run. Attach others, "
                 "`hookline.attach(copy, …)`.",
                 self.library.name,
             )
@@ -289,7 +305,8 @@ class LibrarySession(Session):
 
         Several processes call this at the same places, and end training together.
         """
-        if self.loop.requests.signal is None and self._stop.reason is None:
+        requests = self.loop.requests
+        if requests.signal is None and requests.stop_reason is None:
             return False
         if (name := self.received_signal) is not None and not self._has_told_signal:
             self._has_told_signal = True
@@ -308,6 +325,11 @@ class LibrarySession(Session):
             self.loop.requests.end_for(Signals.SIGINT if is_interrupt else Signals.SIGTERM)
         if self.ends_for_signal and self.status == "training":
             self.loop.context.status = "interrupted" if is_interrupt else "preempted"
+
+    @property
+    def has_logged(self) -> bool:
+        """Whether hooks have logged something that the trainer has not got."""
+        return bool(self._logged_in_steps or self._logged_otherwise)
 
     # -- epochs, batches, steps -------------------------------------------------------------------
 
@@ -332,7 +354,7 @@ class LibrarySession(Session):
         found = with_common_names(metrics or {})
         found.pop("train/loss", None)  # its mean is that of the losses which backward ran on
         self.loop.context.validated |= found
-        self._phases.batch = None
+        self._phases.set_batch(None)
         self._end_epoch()
 
     def start_batch(
@@ -350,7 +372,8 @@ class LibrarySession(Session):
         self._watch.losses.divisor = divisor
         if idx is not None:
             self._batch_idx = idx
-        self.reach_boundary()
+        if self._saves is not None:
+            self._saves.save_requested()
         self._phases.begin_batch(Batch(batch, self._batch_idx, 0, "train"))
         self._batch_idx += 1
 
@@ -363,11 +386,11 @@ class LibrarySession(Session):
         if self._watch.rule.ends_with_batch:
             self._watch.end_open_step()
         batch = self._phases.batch
-        has_stepped = batch is None or batch.ended
-        if not has_stepped:
-            self._phases.end_batch()
-        self._phases.batch = None
-        return has_stepped
+        if batch is None or batch.ended:
+            return True
+        self._phases.end_batch()
+        self._phases.set_batch(None)  # what is logged from here on is of the step that goes on
+        return False
 
     def before_backward(self, loss: torch.Tensor) -> None:
         """Fire `on_before_backward` with the loss that will be differentiated."""
@@ -412,7 +435,7 @@ class LibrarySession(Session):
         """Begin a validation; one before the first epoch and batch has the numbers of the start."""
         self.reach_boundary()
         context = self.loop.context
-        self._phases.batch = None
+        self._phases.set_batch(None)
         self._known_before = context.known("epoch"), context.known("tokens_seen")
         context.epoch, context.tokens_seen = (number or 0 for number in self._known_before)
         self._phases.begin_validation()
@@ -430,7 +453,7 @@ class LibrarySession(Session):
         elif batch is not None and isinstance(loss, int | float):
             batch.logged["loss"] = loss
         self._phases.end_batch()
-        self._phases.batch = None
+        self._phases.set_batch(None)
 
     def end_validation(self, metrics: Mapping[str, Any]) -> None:
         """End a validation with the trainer's metrics, which hooks get as `val/<name>`, too."""
@@ -443,16 +466,11 @@ class LibrarySession(Session):
         if self._phases.validation is None:
             return
         self._phases.leave_validation()
-        self._phases.batch = None
+        self._phases.set_batch(None)
         self.loop.context.provide("epoch", self._known_before[0])
         self.loop.context.provide("tokens_seen", self._known_before[1])
 
     # -- checkpoints ------------------------------------------------------------------------------
-
-    def notify_saved(self, path: str, *, step: int, epoch: int | None) -> None:
-        """Fire `on_checkpoint_save` for a checkpoint of this step, which may be an earlier one."""
-        self._requirements.provided.add("checkpoint")
-        self._report_checkpoint(path, step, epoch)
 
     def restore(self, path: Path, state: Mapping[str, Any] | None, *, step: int) -> None:
         """Continue from a checkpoint of the trainer, before `begin`.

@@ -26,8 +26,8 @@ from hookline.integrations.attach import callback_options
 from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
 from hookline.integrations.library import Library, of_phase
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.lightning_checkpoints import SavedCheckpoints
-from hookline.integrations.lightning_package import (
+from hookline.integrations.lightning_parts import (
+    SavedCheckpoints,
     callback_classes,
     called_parts,
     find_package,
@@ -128,7 +128,7 @@ class HooklineCallback(_Callback):
         self._process = os.getpid()
 
     def __deepcopy__(self, memo: Any) -> _Callback:
-        """Return a callback that does nothing: hooks belong to one training."""
+        """Return a callback that does nothing: hooks belong to one training run."""
         self.session.warn_about_copy()
         return _NoHooks()
 
@@ -158,30 +158,28 @@ class HooklineCallback(_Callback):
             )
         self._trainer, self._loaded = trainer, None
         self.session.add_undo(self._leave)
-        self._saved = SavedCheckpoints(trainer, self._position)
+        context = self.session.loop.context
+        self._saved = SavedCheckpoints(trainer, lambda: (context.step, context.known("epoch")))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with self.session.starting():
+            self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         session = self.session
         optimizers = [unwrap_optimizer(optimizer) for optimizer in trainer.optimizers]
         outer = trainer.model
-        problems: list[str] = []
         if not any(optimizer.param_groups for optimizer in optimizers):
-            problems.append(
+            self._refuse(
                 "This LightningModule has no optimizer, so no step can be seen. Return one from "
                 "`configure_optimizers`, or train without hooks."
             )
         if trainer.world_size > 1 and not trains_together(outer or pl_module, optimizers):
-            problems.append(
+            self._refuse(
                 f"{trainer.world_size} processes train, and each has a model of its own: this "
                 "LightningModule is neither in DDP nor sharded over several of them. In "
-                "`configure_model`, shard it over a mesh of several processes: "
-                "`ModelParallelStrategy(data_parallel_size=…, tensor_parallel_size=…)` says how "
-                "many; by default, all of a node are in the mesh 'tensor_parallel'."
+                "`configure_model`, shard it over the mesh of `ModelParallelStrategy(…)`."
             )
-        if problems:
-            error = LoopError(*problems)
-            session.abandon(error)
-            raise error
         if pl_module.hparams:
             session.use_config(pl_module.hparams)
         session.connect(
@@ -195,6 +193,11 @@ class HooklineCallback(_Callback):
         )
         self._restore(trainer, len(optimizers))
         session.begin()
+
+    def _refuse(self, problem: str) -> None:
+        error = LoopError(problem)
+        self.session.abandon(error)
+        raise error
 
     def _restore(self, trainer: Trainer, optimizers: int) -> None:
         """Continue from the checkpoint that `fit` has loaded, if there is one."""
@@ -211,8 +214,7 @@ class HooklineCallback(_Callback):
         session = self.session
         if not session.is_training:
             return
-        if self._saved is not None:
-            self._notify_saved(self._saved.finish())
+        self._notify_saved(finish=True)
         session.end_resumed_epoch()  # if no epoch was left
         if trainer.should_stop and not session.should_stop:
             session.stop("trainer.should_stop was set")
@@ -321,7 +323,8 @@ class HooklineCallback(_Callback):
         self._is_between_steps = self.session.end_batch()
         if self._is_between_steps:
             self._record(trainer)
-            self._log_to_trainer(of_steps=self._logs_steps(trainer, self._host_step))
+            if self.session.has_logged:
+                self._log_to_trainer(of_steps=self._logs_steps(trainer, self._host_step))
         self._request_stop(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -423,19 +426,13 @@ class HooklineCallback(_Callback):
         is_sharded = is_sharded_loop(self.session.optimizers)
         self._last_state = self.state_dict() if in_all_ranks or not is_sharded else {}
 
-    def _position(self) -> tuple[int, int | None]:
-        context = self.session.loop.context
-        return context.step, context.known("epoch")
-
-    def _notify_saved(self, saved: Iterable[Any] | None = None) -> None:
+    def _notify_saved(self, *, finish: bool = False) -> None:
         """Fire `on_checkpoint_save` for what has been written since the last time."""
-        if saved is None:
-            saved = () if self._saved is None else self._saved.take()
-        for checkpoint in saved:
+        if self._saved is None:
+            return
+        for path, step, epoch in self._saved.finish() if finish else self._saved.take():
             if self.session.is_training:
-                self.session.notify_saved(
-                    checkpoint.path, step=checkpoint.step, epoch=checkpoint.epoch
-                )
+                self.session.notify_checkpoint_saved(path, step=step, epoch=epoch)
 
 
 class LoggedMetrics:

@@ -96,7 +96,7 @@ class HooklineCallback(TrainerCallback):
         self._validation_depth = self._validation_batches = 0
 
     def __deepcopy__(self, memo: Any) -> TrainerCallback:
-        """Return a callback that does nothing: hooks belong to one training."""
+        """Return a callback that does nothing: hooks belong to one training run."""
         self.session.warn_about_copy()
         return _NoHooks()
 
@@ -264,15 +264,15 @@ class HooklineCallback(TrainerCallback):
 
     # -- events -----------------------------------------------------------------------------------
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer is None:
             self.bind(self._find_trainer())
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        with self.session.starting():
+            self._begin(args, state)
+
+    def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
         if self._trainer is None:  # the callback was added after the trainer was made
             self._bind_to_running(self._find_trainer())
         trainer, session = self._trainer, self.session
@@ -298,18 +298,14 @@ class HooklineCallback(TrainerCallback):
             session.restore(folder, saved, step=state.global_step)
         session.begin()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session.is_training:
             self._end_epoch()
             first = int((state.epoch or 0) + 1e-6)
             self._epoch = first if self._epoch is None else self._epoch + 1
             self.session.start_epoch(self._epoch)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.session.is_training:
             return
         self._epoch_has_ended = True
@@ -337,23 +333,17 @@ class HooklineCallback(TrainerCallback):
                 control.should_save |= not self._saves_for_signal
                 self._saves_for_signal = True
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session.is_training:
             self.session.end_batch()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.session.is_training:
             assert self._trainer is not None
             self.session.is_watched(unwrap_optimizer(self._trainer.optimizer))
             self._request_stop(control)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self._trainer
         assert trainer is not None
         training = [each for each in _own_callbacks(trainer) if each.session.is_training]
@@ -372,9 +362,7 @@ class HooklineCallback(TrainerCallback):
         self._give_back_limit(args)
         self._end_epoch()  # another callback has kept the trainer from validating
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_epoch()
         if self.session.is_training:
             self.session.end_resumed_epoch()  # if no epoch was left

@@ -113,7 +113,7 @@ class Checkpoints:
         try:
             for kind in split_requests(requests):
                 folders = [Path(str(one.path)) for one in kind]
-                shared = self._share_save() if together else None
+                shared = self._begin_sharded_save() if together else None
                 if is_main or shared is not None:
                     info = {"weights_only": True} if kind[0].weights_only else {}
                     self._write(folders, shared, info)
@@ -150,8 +150,8 @@ class Checkpoints:
             own = self.state.collect_own()
             self._rank_states = self.ranks.processes.gather_on_main(own)
 
-    def _share_save(self) -> SharedSave | None:
-        """Return what ranks share to save sharded tensors; None if rank 0 has them all."""
+    def _begin_sharded_save(self) -> SharedSave | None:
+        """Return the save that all ranks take part in; None if rank 0 has all tensors."""
         if not self.is_sharded or not self.ranks.is_distributed:
             return None
         if self._shared_saves is None:
@@ -298,7 +298,7 @@ class Checkpoints:
                 log.error("%s%s", result.error, "" if stops else goes_on)
             elif result.replaced:
                 log.warning(
-                    "The checkpoint %s was given up for a newer one, because it was still being "
+                    "The checkpoint %s was dropped for a newer one, because it was still being "
                     "written (checkpoints.when_busy is 'replace').",
                     result.requested,
                 )
@@ -335,14 +335,14 @@ class Checkpoints:
         if not self.ranks.is_distributed:
             return
         unsent, self._unsent = self._unsent, []
-        shared: list[SaveResult] = self.ranks.processes.broadcast(unsent)
+        saved: list[SaveResult] = self.ranks.processes.broadcast(unsent)
         if self.ranks.processes.is_main:
             return
-        self._saver.release_shards([result.requested.absolute() for result in shared])
+        self._saver.release_shards([result.requested.absolute() for result in saved])
         for result in self._saver.finished():
             if result.error is not None:
                 log.error("%s", result.error)
-        for result in shared:
+        for result in saved:
             self._announce(result)
 
     def _check_duration(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ class ClipCall:
 
     Attributes:
         function: the function's public name.
-        tensors: the parameters that it was given; for `get_total_norm` the gradients. A listener
+        tensors: the parameters that it gets; for `get_total_norm` the gradients. A listener
             that replaces gradients in `before_clip` puts the new ones here.
         norm_type: the order of the norm; None where there is none.
         max_norm: the norm to which gradients are clipped; None where there is none.
@@ -94,8 +94,8 @@ def _replace(original: Callable[..., Any]) -> Callable[..., Any]:
     def notify(*args: Any, **kwargs: Any) -> Any:
         if getattr(_thread, "inside", False):  # clip_grad_norm_ calls the two others
             return original(*args, **kwargs)
-        given = args[0] if args else kwargs.get(first, ())
-        tensors = [given] if isinstance(given, torch.Tensor) else list(given)
+        clipped = args[0] if args else kwargs.get(first, ())
+        tensors = [clipped] if isinstance(clipped, torch.Tensor) else list(clipped)
         if not tensors:  # nothing to clip, or arguments that torch rejects
             return original(*args, **kwargs)
         norm_type = None

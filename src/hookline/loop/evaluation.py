@@ -42,10 +42,8 @@ def make_counter(tokens_fn: Callable[[Any], Any]) -> Callable[[Any], int | None]
 
     def count(batch: Any) -> int | None:
         tokens = tokens_fn(batch)
-        if tokens is None or type(tokens) is int:
-            return tokens
         try:
-            return int(tokens)
+            return tokens if tokens is None or type(tokens) is int else int(tokens)
         except Exception as error:
             raise TrainingError(
                 f"The function that counts tokens returned {describe_value(tokens)}; expected a "

@@ -8,22 +8,22 @@ hook asks for them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hookline.context import LazyFloat, Metrics, NotProvided, State, StepContext
 from hookline.errors import LoopError, NotProvidedError
 from hookline.loop.means import Means
-from hookline.tensors.global_norm import global_norm
+from hookline.tensors.norms import global_norm
 from hookline.updates.gradients import Gradients, NamedParameters
 
-if TYPE_CHECKING:
-    from hookline.loop.rank_sync import NormSchedule
+_warn_once = cache(logging.getLogger("hookline").warning)  # in each process
 
 
 class EventContext:
@@ -47,14 +47,14 @@ class EventContext:
         optimizer_names: the names of the optimizers, if they have any.
         stepped: the optimizers of the step, if not all of them step at the same time; () for all.
         clipped_norm: of all gradients before clipping; None if it is not known.
-        norm_schedule: when ranks compute the norm together; None unless gradients are sharded.
+        norm_is_agreed: whether all ranks compute the norm, because a hook of one of them asks for
+            it; None unless gradients are sharded.
         agreed_norm: what they have computed in this step.
     """
 
     loss: Any
     epoch: int
     batch: Any
-    current_batch: Any
     batch_idx: int
     dataloader_idx: int
     dataloader_name: str
@@ -83,12 +83,12 @@ class EventContext:
         self.used_lr: Any = None
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
-        self.norms: dict[int, torch.Tensor | Exception] = {}
+        self.norms: dict[int, torch.Tensor] = {}
         self.optimizer_names: tuple[str, ...] = ()
         self.stepped: tuple[int, ...] = ()
-        self.clipped_norm: torch.Tensor | Exception | None = None
-        self.norm_schedule: NormSchedule | None = None
-        self.agreed_norm: torch.Tensor | Exception | None = None
+        self.clipped_norm: torch.Tensor | None = None
+        self.norm_is_agreed: bool | None = None
+        self.agreed_norm: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:  # only called for what is absent
         absent = self.__dict__.get("absent")
@@ -225,13 +225,16 @@ class EventContext:
     def norm(self) -> torch.Tensor:
         """Return the norm of all gradients, on the device."""
         if self.clipped_norm is not None:
-            return raise_or_return(self.clipped_norm)
-        if self.norm_schedule is None:
+            return self.clipped_norm
+        if self.norm_is_agreed is None:
             return self.compute_norm()
         if self.agreed_norm is None:  # reading a value must not start a collective
-            self.norm_schedule.warn_of_late_hook()
+            _warn_once(
+                "A hook that came within a step asks for the norm of sharded gradients. All "
+                "processes compute it from the next step on. In this step it gets NaN."
+            )
             return torch.tensor(math.nan)
-        return raise_or_return(self.agreed_norm)
+        return self.agreed_norm
 
     def compute_norm(self) -> torch.Tensor:
         """Compute the norm of all gradients. If they are sharded, all ranks have to call this."""
@@ -239,19 +242,16 @@ class EventContext:
             is_single = len(self.optimizers) == 1
             return global_norm(gradients_of(self.optimizer) if is_single else self.all_gradients())
         norms = [
-            raise_or_return(self.norms[i])
-            if i in self.norms
-            else global_norm(gradients_of(self.optimizers[i]))
+            self.norms[i] if i in self.norms else global_norm(gradients_of(self.optimizers[i]))
             for i in self._optimizers_of_step()
         ]
         return norms[0] if len(norms) == 1 else global_norm(norms)
 
     def prepare_norm(self) -> None:
-        """Compute the norm of sharded gradients, if a hook of any rank asks for it in this step."""
-        schedule = self.norm_schedule
-        if schedule is not None and schedule.is_due(self.step_in_progress, self.known("epoch")):
+        """Compute the norm of sharded gradients, if a hook of any rank asks for it."""
+        if self.norm_is_agreed:
             known = self.clipped_norm
-            self.agreed_norm = norm_or_error(self.compute_norm) if known is None else known
+            self.agreed_norm = norm_or_nan(self.compute_norm) if known is None else known
 
     def all_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of the parameters of all optimizers that step in this step."""
@@ -285,19 +285,13 @@ class ProbeView:
         return context.evaluating or (context.generating and not context.shows_generation)
 
 
-def norm_or_error(compute: Callable[[], torch.Tensor]) -> torch.Tensor | Exception:
-    """Return a norm that hooks ask for later, or the error for them: it does not stop the loop."""
+def norm_or_nan(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return a norm that hooks ask for later; NaN if torch cannot compute it: the loop goes on."""
     try:
         return compute()
-    except Exception as error:
-        return error
-
-
-def raise_or_return(norm: torch.Tensor | Exception) -> torch.Tensor:
-    """Raise the error that a norm could not be computed for, or return the norm."""
-    if isinstance(norm, Exception):
-        raise norm
-    return norm
+    except Exception:
+        _warn_once("The norm of the gradients cannot be computed: hooks get NaN.", exc_info=True)
+        return torch.tensor(math.nan)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -307,12 +301,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients that an optimizer's parameters have."""
-    return [
-        parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    gradients: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                gradients.append(gradient)
+    return gradients
 
 
 Versions = tuple[tuple[int, int], ...]
@@ -344,7 +338,7 @@ def have_gradients_changed(before: Versions, optimizer: torch.optim.Optimizer) -
 
 
 def version_of(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return a gradient's entry in `Versions`; FSDP2 adds to the local part of a sharded one."""
+    """Return a gradient's entry in `Versions`; FSDP2 adds to the local shard."""
     if type(gradient) is torch.Tensor:
         return id(gradient), gradient._version
     return id(gradient), getattr(gradient, "_local_tensor", gradient)._version

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import TrainingError
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
-from hookline.tensors.module_classes import is_fsdp_module
+from hookline.tensors.name_patterns import is_fsdp_module
 
 
 class ModelGroup(torch.nn.ModuleList):
@@ -64,12 +63,12 @@ class ForwardTargets:
     """The modules that a loop calls, where these are not the model itself.
 
     Attributes:
-        parts: parts of the model that the loop may call without calling the model.
+        submodules: those that the loop may call without calling the model.
         wrapper: what contains the model, and passes each of its own calls on to the model as a call
             that is not a forward of the model: a whole training step of the loop.
     """
 
-    parts: tuple[torch.nn.Module, ...] = ()
+    submodules: tuple[torch.nn.Module, ...] = ()
     wrapper: torch.nn.Module | None = None
 
 
@@ -146,7 +145,6 @@ class ModelWatch:
 
     Attributes:
         calls_seen: how many calls there were.
-        thread: the thread of the latest call, where calls are only counted.
         is_paused: whether calls of the model are not those of the loop.
         listener: what is called.
         leaves_compiled: whether the driver sees the calls of models that were compiled in place
@@ -163,7 +161,6 @@ class ModelWatch:
         self._called = called or ForwardTargets()
         self._is_passed_on = False  # the next call of the model comes from its wrapper
         self.calls_seen = 0
-        self.thread: int | None = None
         self.is_paused = self.leaves_compiled = False
         self.listener = listener
         self._handles: list[RemovableHandle] = []
@@ -175,11 +172,6 @@ class ModelWatch:
     def is_running(self) -> bool:
         """Whether the model is being called, if calls are watched."""
         return self._depth > 0
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether calls are watched or counted."""
-        return any(self._sees)
 
     def watch(self, *, calls: bool, returns: bool = False) -> None:
         """Watch the model's calls; or only count those that have returned."""
@@ -207,7 +199,7 @@ class ModelWatch:
             hide_hooks(wrapper)
 
     def _models(self) -> list[torch.nn.Module]:
-        return [*models_in(self.model), *self._called.parts]
+        return [*models_in(self.model), *self._called.submodules]
 
     def detach(self) -> None:
         """Remove all hooks from the model."""
@@ -259,7 +251,6 @@ class ModelWatch:
         """Count a call; calls of the model within itself do not matter here."""
         if torch.is_grad_enabled() and _task_id() == -1:
             self.calls_seen += 1
-            self.thread = get_ident()
 
 
 _task_id = torch._C._current_graph_task_id

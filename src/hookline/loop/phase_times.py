@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import math
 import random
-import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hookline.dispatch import HookManager
 from hookline.tensors.timing import Timestamp, elapsed_ms, is_over, record_time, timed_device
-
-if TYPE_CHECKING:
-    from hookline.runs.run import Run
 
 PHASES = (
     *("data", "forward", "backward", "optimizer"),
@@ -35,16 +30,16 @@ _OF_CLOCKS = 0.001  # the fraction of the time that clocks may take
 _CPU_SECONDS, _DEVICE_SECONDS = 7e-6, 40e-6  # what timing a batch takes
 
 # In which phase an event is fired; other events are fired between phases.
-_PHASE_OF_EVENT = {
-    **dict.fromkeys(("on_train_batch_start", "on_before_forward", "forward"), "forward"),
-    **dict.fromkeys(("on_after_forward", "on_before_backward"), "forward"),
-    **{"on_after_backward": "backward", "on_step_skipped": "optimizer"},
-    **dict.fromkeys(("on_gradients_ready", "update", "on_gradient_clip"), "optimizer"),
-    **dict.fromkeys(("on_before_optimizer_step", "on_after_optimizer_step"), "optimizer"),
-    **dict.fromkeys(("on_validation_start", "on_validation_end"), "validation"),
-    **dict.fromkeys(("on_validation_batch_start", "on_validation_batch_end"), "validation"),
-    "on_checkpoint_save": "checkpoints",
+_EVENTS_OF_PHASE = {
+    "forward": "on_train_batch_start on_before_forward on_after_forward on_before_backward",
+    "backward": "on_after_backward",
+    "optimizer": "on_gradients_ready update on_gradient_clip on_before_optimizer_step "
+    "on_after_optimizer_step on_step_skipped",
+    "validation": "on_validation_start on_validation_batch_start on_validation_batch_end "
+    "on_validation_end",
+    "checkpoints": "on_checkpoint_save",
 }
+_PHASE_OF_EVENT = {e: phase for phase, text in _EVENTS_OF_PHASE.items() for e in text.split()}
 
 
 class PhaseClock:
@@ -139,7 +134,7 @@ class PhaseTimes:
         self._clock.add("data", waited * 1e3)
         self._clock.start()
 
-    def end_part(self) -> None:
+    def end_micro_batch(self) -> None:
         """End a batch that completes no step, in a loop whose `end_batch` is that of a step."""
         self._idle_since = perf_counter()
 
@@ -244,55 +239,3 @@ def _fit(seconds: dict[str, float], phases: tuple[str, ...], room: float) -> Non
     if total > room:
         for phase in phases:
             seconds[phase] *= room / total
-
-
-class LoopMonitor:
-    """Records the system, the time of each phase and the tokens, on the training thread.
-
-    A thread takes a sample of the system every few seconds; it is recorded at the end of the step
-    that training has reached then. `tokens` returns how many were trained on, or None.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        device: torch.device,
-        hooks: HookManager,
-        tokens: Callable[[], int | None],
-    ) -> None:
-        from hookline.runs.system_sampler import SystemSampler
-
-        self.sampler = SystemSampler(run.path, device)
-        self.phases = PhaseTimes(device)
-        self._run, self._hooks, self._tokens = run, hooks, tokens
-        self._earlier = self._hook_seconds()  # of a run before, with the same hooks
-        self._cleanup = weakref.finalize(self, self.sampler.stop)
-        self._cleanup.atexit = False
-
-    def record(self, step: int, epoch: int | None) -> None:
-        """Record the newest sample, and what was measured since the last one."""
-        values: dict[str, float] = self.sampler.take()
-        times = self._take_times()
-        values |= {f"time/{phase}": seconds for phase, seconds in times.items()}
-        if (tokens := self._tokens()) is not None:
-            values["train/tokens_seen"] = tokens
-        self._run.log_metrics(step, epoch, values)
-
-    def close(self) -> dict[str, Any]:
-        """End the thread; return the time of each phase, and the tokens, for the last event."""
-        self.sampler.stop()
-        self._cleanup.detach()
-        self._take_times()
-        return {"times": self.phases.totals(), "tokens_seen": self._tokens()}
-
-    def _take_times(self) -> dict[str, float]:
-        now = self._hook_seconds()
-        return self.phases.take({e: max(0.0, now[e] - self._earlier.get(e, 0.0)) for e in now})
-
-    def _hook_seconds(self) -> Mapping[str, float]:
-        """Return the time of all hooks by event."""
-        seconds: dict[str, float] = {}
-        for info in self._hooks.summary().hooks:
-            for event, cost in info.costs.items():
-                seconds[event] = seconds.get(event, 0.0) + cost.seconds
-        return seconds

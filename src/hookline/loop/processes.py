@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hookline.arguments import show_value
 from hookline.errors import LoopError, TrainingError
-from hookline.loop.torchrun import report_error, report_uncaught_errors
+from hookline.loop.torchrun import report_error
 
 T = TypeVar("T")
 _TIMEOUT = timedelta(minutes=30)  # one process may save or validate while the others wait
@@ -92,7 +92,6 @@ class ProcessGroup(SingleProcessGroup):
         self.local_rank = local_rank()
         _LOG_FILTER.rank = self.rank
         logging.getLogger("hookline").addFilter(_LOG_FILTER)  # once, also if there are several
-        report_uncaught_errors()
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         atexit.register(self._leave_group)
 

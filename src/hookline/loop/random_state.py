@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,17 +115,31 @@ def generator_state(generator: Any) -> Any:
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Restore a state that `generator_state` returned."""
+    """Restore a state that `generator_state` returned.
+
+    numpy does not check positions in the state, and would read behind its end: this does.
+    """
     if isinstance(generator, torch.Generator):
         generator.set_state(state.cpu())
     elif hasattr(generator, "setstate"):
         version, internal, gauss = state
         generator.setstate((version, tuple(internal.tolist()), gauss))
     elif hasattr(generator, "set_state"):
-        kind, keys, *rest = state
-        generator.set_state((kind, keys.numpy(), *rest))
+        kind, keys, position, *rest = state
+        _check_position(position, _MT19937_LENGTH)
+        generator.set_state((kind, keys.numpy(), position, *rest))
     else:
+        own = generator.bit_generator.state
+        if "pos" in own["state"]:
+            _check_position(state["state"]["pos"], _MT19937_LENGTH)
+        if "buffer_pos" in own:
+            _check_position(state["buffer_pos"], len(own["buffer"]))
         generator.bit_generator.state = state
+
+
+def _check_position(position: Any, length: int) -> None:
+    if not 0 <= int(position) <= length:
+        raise ValueError(f"its position is {position!r:.40}")
 
 
 def generators_of(loaders: Iterable[Any]) -> list[Any]:
@@ -168,15 +181,14 @@ def _inner_holders(name: str, value: Any) -> Iterator[Any]:
 
 def describe_random_state(state: Any) -> list[str]:
     """Return what is wrong with states of the global generators, if anything."""
-
-    def apply() -> None:
-        set_generator_state(random.Random(), state["python"])
-        torch.Generator().set_state(state["torch"].cpu())
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and "numpy" in state:
-            _apply_to_copy(numpy.random.RandomState(), state["numpy"])
-
-    return describe_failure("the random states", apply)
+    generators: dict[str, Any] = {"python": random.Random(), "torch": torch.Generator()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        generators["numpy"] = numpy.random.RandomState()
+    lines: list[str] = []
+    for name, generator in generators.items():
+        lines += _describe_state(f"the random state of {name}", generator, state.get(name))
+    return lines
 
 
 def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[str]:
@@ -186,47 +198,20 @@ def describe_generators(loaders: Sequence[Any], states: Sequence[Any]) -> list[s
         return []
     lines: list[str] = []
     for index, (generator, state) in enumerate(zip(generators, states, strict=True)):
-        place = f"the state of generator {index} of the loaders"
-        lines += describe_failure(place, partial(_apply_to_copy, generator, state))
+        lines += _describe_state(f"the state of generator {index} of the loaders", generator, state)
     return lines
 
 
-def _apply_to_copy(generator: Any, state: Any) -> None:
-    """Set a state on a new generator of the same type; raise if it is not valid.
-
-    numpy does not check positions in the state, and reads behind its end then.
-    """
-    if isinstance(generator, torch.Generator):
-        torch.Generator(generator.device).set_state(state.cpu())
-    elif isinstance(generator, random.Random):
-        set_generator_state(random.Random(), state)
-    elif hasattr(generator, "set_state"):
-        kind, keys, position, *_ = state
-        if kind != "MT19937" or len(keys) != _MT19937_LENGTH:
-            raise ValueError("it is not a state of MT19937")
-        _check_position(position, _MT19937_LENGTH)
-        set_generator_state(type(generator)(), state)
-    else:
-        own = generator.bit_generator.state
-        inner = state["state"]
-        if "pos" in own["state"]:
-            if len(inner["key"]) != _MT19937_LENGTH:
-                raise ValueError("it is not a state of MT19937")
-            _check_position(inner["pos"], _MT19937_LENGTH)
-        if "buffer_pos" in own:
-            _check_position(state["buffer_pos"], len(own["buffer"]))
-        type(generator.bit_generator)().state = state
-
-
-def _check_position(position: Any, length: int) -> None:
-    if not 0 <= int(position) <= length:
-        raise ValueError(f"its position is {position!r:.40}")
-
-
-def describe_failure(what: str, apply: Callable[[], None]) -> list[str]:
-    """Return a line about the error that a function raises, if it does."""
+def _describe_state(what: str, generator: Any, state: Any) -> list[str]:
+    """Return a line if a new generator of the same type cannot have this state."""
     try:
-        apply()
+        if isinstance(generator, torch.Generator):
+            new: Any = torch.Generator(generator.device)
+        elif hasattr(generator, "bit_generator"):
+            new = type(generator)(type(generator.bit_generator)())
+        else:
+            new = type(generator)()
+        set_generator_state(new, state)
     except Exception as error:  # whatever the libraries raise for a value of the wrong type
         return [f"{what} cannot be restored: {type(error).__name__}: {error}"]
     return []

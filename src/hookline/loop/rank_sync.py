@@ -7,19 +7,19 @@ train another model. In a process that trains alone, everything here returns at 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from hookline.context import to_float
-from hookline.dispatch import HookManager, Schedule
+from hookline.dispatch import HookManager
 from hookline.errors import LoopError
 from hookline.loop.event_context import EventContext
 from hookline.loop.means import Means, add_means
 from hookline.loop.processes import ProcessGroup, SingleProcessGroup
-from hookline.tensors.barrier import barrier_with_timeout
+from hookline.tensors.full_tensor import barrier_with_timeout
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.sharded import needs_collective
 
@@ -64,7 +64,7 @@ class RankSync:
         self.records = StepRecords(self.processes)
         self.hooks_toggled = False
         self._agreed = self._read_status()
-        self._schedule_norm()
+        self._agree_on_norm()
 
     # -- hooks ------------------------------------------------------------------------------------
 
@@ -76,40 +76,41 @@ class RankSync:
         Raises:
             LoopError: an update was added or removed in some processes only.
         """
-        self._check_updates()
         now, before = self._read_status(), self._agreed
         own = {name: on for name, on in now.items() if before.get(name, on) != on}
+        updates = [name for name, *_ in self._hooks.of_kind("update")]
+        gathered = self.processes.gather((own, updates))
+        for rank, (_, names) in enumerate(gathered):
+            if names != gathered[0][1]:
+                raise LoopError(
+                    f"Updates were added or removed in some processes only: rank 0 has "
+                    f"{gathered[0][1]}, and rank {rank} {names}. Add and remove them in all "
+                    "processes, in the same step: otherwise each would train a model of its own."
+                )
         agreed = dict(now)
-        for changes in reversed(self.processes.gather(own)):  # rank 0's count most
+        for changes, _ in reversed(gathered):  # rank 0's count most
             agreed |= {name: on for name, on in changes.items() if name in agreed}
         for name, on in agreed.items():
             if on != now[name]:
                 (self._hooks.enable_hook if on else self._hooks.disable_hook)(name)
         self._agreed = agreed
         self.hooks_toggled = False
-        self._schedule_norm()
-
-    def _check_updates(self) -> None:
-        """Raise, in all processes, if they have different updates: their weights would differ."""
-        own = [name for name, *_ in self._hooks.of_kind("update")]
-        gathered = self.processes.gather(own)
-        other = next((r for r, names in enumerate(gathered) if names != gathered[0]), None)
-        if other is not None:
-            raise LoopError(
-                f"Updates were added or removed in some processes only: rank 0 has {gathered[0]}, "
-                f"and rank {other} {gathered[other]}. Add and remove them in all processes, in the "
-                "same step: otherwise each would train a model of its own."
-            )
+        self._agree_on_norm()
 
     def _read_status(self) -> dict[str, bool]:
         return {name: status == "enabled" for name, status in self._hooks.statuses().items()}
 
-    def _schedule_norm(self) -> None:
-        """Agree on when the norm is computed; not a collective without sharded parameters."""
-        context = self._context
-        context.norm_schedule = None
-        if is_sharded_loop(context.optimizers):
-            context.norm_schedule = NormSchedule(self._hooks, self.processes)
+    def _agree_on_norm(self) -> None:
+        """Agree on whether the norm is computed; not a collective without sharded parameters.
+
+        The norm of sharded gradients is a collective, and a hook that asks for it may be called in
+        one process only.
+        """
+        self._context.norm_is_agreed = None
+        if is_sharded_loop(self._context.optimizers):
+            asked = [self._hooks.required_arguments(e, optional=True) for e in _NORM_EVENTS]
+            asks = any(argument in one for one in asked for argument in _NORM_ARGUMENTS)
+            (self._context.norm_is_agreed,) = self.processes.any(asks)
 
     # -- means ------------------------------------------------------------------------------------
 
@@ -123,33 +124,27 @@ class RankSync:
     # -- loops in which not all ranks may make a call ---------------------------------------------
 
     def begin_validation(self) -> bool:
-        """Return whether all processes validate, so that means are those of all of them.
-
-        A loop may validate in some processes only. They wait once for the others, and not again.
-        """
+        """Return whether all processes validate, so that means are those of all of them."""
         return self._begin_together(
             "validation",
             _VALIDATION_SECONDS,
             "Rank %s has not begun a validation within %g s. From now on val/… is that of each "
             "process alone, and the record has that of rank 0. Validate in all processes, each "
-            "with its part of the batches: `with session.validation():`.",
+            "with its own batches: `with session.validation():`.",
         )
 
     def begin_save(self) -> bool:
-        """Return whether all processes save now, so that the state of each is in the checkpoint.
-
-        A loop may save in rank 0 only. It waits once for the others, and not again.
-        """
+        """Return whether all processes save now, so that the state of each is in the checkpoint."""
         return self._begin_together(
             "save_checkpoint",
             _CALL_SECONDS,
             "Rank %s has not called session.save_checkpoint() within %g s. From now on "
-            "checkpoints have the random state of rank 0 only: a resumed loop has other random "
-            "numbers in the other processes, such as those of dropout. Call it in all "
-            "processes, at the same place of the loop; rank 0 writes.",
+            "checkpoints have the random state of rank 0 only. Call it in all processes, at the "
+            "same place of the loop; rank 0 writes.",
         )
 
     def _begin_together(self, purpose: str, seconds: float, warning: str) -> bool:
+        """Wait once for processes that do not take part; a loop may do this in rank 0 only."""
         if not self.is_distributed or purpose in self._not_together:
             return False
         missing = barrier_with_timeout(purpose, range(self.processes.size), seconds)
@@ -170,19 +165,16 @@ class RankSync:
             return False
         if not dist.is_initialized():
             why = "The process group was destroyed before the session has ended"
-            advice = "End the session first: `with hookline.attach(…):` around the loop."
         elif missing := barrier_with_timeout("detach", range(self.processes.size), _SECONDS):
             why = f"Rank {_join(missing)} has not ended its session within {_SECONDS:g} s"
-            advice = "Do all processes have equally many batches?"
         else:
             self.records.report(run)
             return True
         steps = self.records.report(run, alone=True)
         if run is not None and steps:
             log.warning(
-                "%s: train/loss of the last %d steps is that of rank 0 instead of the mean over "
-                "all ranks. %s",
-                *(why, steps, advice),
+                "%s: train/loss of the last %d steps is that of rank 0, not the mean of all ranks.",
+                *(why, steps),
             )
         return False
 
@@ -205,40 +197,6 @@ class RankSync:
         if self._rank_watch is not None:
             self._rank_watch.close()
             self._rank_watch = None
-
-
-class NormSchedule:
-    """When ranks compute the norm of sharded gradients together.
-
-    The norm of sharded gradients is a collective, and a hook that asks for it may be called in one
-    process only. So the processes agree, between two steps, on the hooks of all of them that ask
-    for it. In a step in which one of these is due, all processes compute it.
-    """
-
-    def __init__(self, hooks: HookManager, processes: SingleProcessGroup) -> None:
-        own = {event: hooks.schedules_of(event, _NORM_ARGUMENTS) for event in _NORM_EVENTS}
-        self._schedules: list[Mapping[str, Schedule]] = [
-            schedules for one in processes.gather(own) for schedules in one.values() if schedules
-        ]
-        self._has_warned = False
-
-    def is_due(self, step: int, epoch: int | None) -> bool:
-        """Return whether a hook of any process asks for the norm in this step."""
-        return any(
-            schedule.is_due(name, step, schedule.from_epoch if epoch is None else epoch)
-            for schedules in self._schedules
-            for name, schedule in schedules.items()
-        )
-
-    def warn_of_late_hook(self) -> None:
-        """Warn that a hook asks for a norm that was not computed, because it came too late."""
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "A hook that was added or enabled within a step asks for the gradient norm. The "
-                "gradients are sharded, so all processes have to compute it together, and they do "
-                "from the next step on. In this step the hook gets NaN."
-            )
 
 
 class StepRecords:
@@ -296,8 +254,7 @@ def join_ranks(hooks: HookManager) -> ProcessGroup:
     if missing := barrier_with_timeout("attach", range(dist.get_world_size()), _SECONDS):
         raise LoopError(
             f"Rank {_join(missing)} has not attached to the loop within {_SECONDS:g} s. Call "
-            "`hookline.attach` in all processes that train the model: a hook with "
-            "ranks='main' is still called in rank 0 only, and only rank 0 writes the run."
+            "`hookline.attach` in all processes that train the model; only rank 0 writes the run."
         )
     processes = ProcessGroup()
     all_names = processes.gather(hooks.list_hooks())
@@ -305,8 +262,7 @@ def join_ranks(hooks: HookManager) -> ProcessGroup:
         if names != all_names[0]:
             raise LoopError(
                 f"Rank 0 has attached the hooks {all_names[0]}, and rank {rank} {names}. Attach "
-                "the same hooks in all processes: `ranks='main'` of a hook says that it is called "
-                "in rank 0 only."
+                "the same hooks in all processes: one with `ranks='main'` is called in rank 0 only."
             )
     return processes
 

@@ -136,18 +136,16 @@ class RankWatch:
     def _describe(self, rank: int, now: float, *, is_missing: bool) -> dict[str, Any]:
         seen = self._seen[rank]
         seconds = round(now - (seen.heard if is_missing else seen.moved), 1)
-        where = f" ({seen.host})" if seen.host else ""
         epoch, batch, stage = seen.place or (0, 0, 0)
-        at = f"batch {batch}, {STAGES[stage]}"
-        if epoch >= 0:
-            at = f"epoch {epoch}, {at}"
+        at = f"{f'epoch {epoch}, ' if epoch >= 0 else ''}batch {batch}, {STAGES[stage]}"
+        where = f" ({seen.host})" if seen.host else ""
         if is_missing:
             text = f"nothing was heard of it for {seconds} s{where}. It last stood at {at}."
         else:
             text = f"it has stood at {at} for {seconds} s{where}, and others wait for it."
         fields = {"rank": rank, "missing": is_missing, "seconds": seconds, "host": seen.host}
-        fields |= {"epoch": None if epoch < 0 else epoch, "batch": batch, "stage": STAGES[stage]}
-        return {**fields, "text": text}
+        place = {"epoch": None if epoch < 0 else epoch, "batch": batch, "stage": STAGES[stage]}
+        return {**fields, **place, "text": text}
 
     def _record(self, kind: str, **fields: Any) -> None:
         try:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import os
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +23,13 @@ from hookline.dispatch.calling_hook import find_calling_hook
 from hookline.dispatch.failures import HookFailure
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts
 from hookline.loop.means import Means
-from hookline.loop.phase_times import LoopMonitor, PhaseTimes
+from hookline.loop.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from hookline.loop.rank_sync import StepRecords
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
+    from hookline.runs.system_sampler import SystemSampler
 
 log = logging.getLogger("hookline")
 
@@ -57,7 +60,9 @@ class Record:
         self.sink: Run | None = None
         self.phases = PhaseTimes()
         self.skipped_steps = 0
-        self._monitor: LoopMonitor | None = None
+        self._sampler: SystemSampler | None = None
+        self._tokens: Callable[[], int | None] = lambda: None
+        self._hook_seconds: Callable[[], dict[str, float]] = dict
         self._step_means = Means()  # of what the loop has logged since the last step
         self._hook_statuses: dict[str, str] = {}  # as they were written last
         self._counts = Counter[str]()
@@ -143,9 +148,15 @@ class Record:
     ) -> None:
         """Sample the system and time the phases from now on, if a run is written."""
         if self.run is not None:
+            from hookline.runs.system_sampler import SystemSampler
+
             with HeldInterrupts():  # it has a thread
-                self._monitor = LoopMonitor(self.run, device, hooks, tokens)
-            self.phases = self._monitor.phases
+                self._sampler = SystemSampler(self.run.path, device)
+                self._cleanup = weakref.finalize(self, self._sampler.stop)
+                self._cleanup.atexit = False
+            self.phases, self._tokens = PhaseTimes(device), tokens
+            earlier = _hook_seconds(hooks, {})  # of a run before, with the same hooks
+            self._hook_seconds = partial(_hook_seconds, hooks, earlier)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -201,8 +212,14 @@ class Record:
 
     def sample(self, step: int, epoch: int | None) -> None:
         """Record system use, phase times and tokens, if a sample was taken since the last time."""
-        if self._monitor is not None and self._monitor.sampler.sample is not None:
-            self._monitor.record(step, epoch)
+        if self._sampler is not None and self._sampler.sample is not None:
+            values: dict[str, float] = self._sampler.take()
+            times = self.phases.take(self._hook_seconds())
+            values |= {f"time/{phase}": seconds for phase, seconds in times.items()}
+            if (tokens := self._tokens()) is not None:
+                values["train/tokens_seen"] = tokens
+            if self.run is not None:  # always so, with a sampler: for type checkers
+                self.run.log_metrics(step, epoch, values)
 
     def unwritten_values(self) -> dict[str, Any]:
         """Return what was logged since the last step was recorded, for a checkpoint."""
@@ -288,9 +305,21 @@ class Record:
 
     def leave(self) -> None:
         """Record nothing any more, and leave the run open: another process writes it."""
-        self.run = self.sink = self._trackers = self._root = self._monitor = None
+        self.run = self.sink = self._trackers = self._root = self._sampler = None
         self.is_wanted = False
         self.phases = PhaseTimes()
+
+    def _stop_sampling(self) -> dict[str, Any]:
+        """End the thread; return the time of each phase, and the tokens, for the last event."""
+        measured: dict[str, Any] = {}
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._cleanup.detach()
+            self.phases.take(self._hook_seconds())
+            measured = {"times": self.phases.totals(), "tokens_seen": self._tokens()}
+        self._sampler, self.phases = None, PhaseTimes()
+        self._tokens, self._hook_seconds = lambda: None, dict
+        return measured
 
     def problem(self) -> str | None:
         """Return what is missing in the run, in one line; None if it is complete."""
@@ -317,8 +346,7 @@ class Record:
         with HeldInterrupts():
             self.metrics(step, epoch, self._step_means.means())  # logged since the last step
             self._step_means = Means()
-            measured = {} if self._monitor is None else self._monitor.close()
-            self._monitor, self.phases = None, PhaseTimes()
+            measured = self._stop_sampling()
             if sink is not None:
                 sink.flush()
             if self.run is not None:
@@ -341,6 +369,15 @@ class Record:
             finally:
                 sink.close(status, error)  # of a run without a folder, whose images are needed
                 self._trackers.close()
+
+
+def _hook_seconds(hooks: HookManager, earlier: Mapping[str, float]) -> dict[str, float]:
+    """Return the time of all hooks by event, without that of an earlier run."""
+    seconds: dict[str, float] = {}
+    for info in hooks.summary().hooks:
+        for event, cost in info.costs.items():
+            seconds[event] = seconds.get(event, 0.0) + cost.seconds
+    return {event: max(0.0, own - earlier.get(event, 0.0)) for event, own in seconds.items()}
 
 
 def _mask(text: str) -> str:

@@ -145,7 +145,7 @@ class _SessionRank(TypedDict):
     random: Section
 
 
-class _WatchedState(_HookState):
+class _WatchedState(TypedDict):
     """The further state of loops that are not ours."""
 
     attributes: NotRequired[Section]
@@ -156,14 +156,14 @@ class _WatchedState(_HookState):
     step_of: NotRequired[Count | None]
 
 
-class _SessionState(_WatchedState, _Objects):
+class _SessionState(_HookState, _WatchedState, _Objects):
     random: NotRequired[Section | None]
     extra: NotRequired[Section]
     pending_gradients: NotRequired[_Gradients]
     ranks: NotRequired[Annotated[list[_SessionRank], Field(min_length=1)]]
 
 
-class _LibraryState(_WatchedState):
+class _LibraryState(_HookState, _WatchedState):
     """The state that is saved with the checkpoint of another library."""
 
     batch_idx: Count
@@ -201,13 +201,10 @@ def _check(kind: type, what: str, checkpoint: Checkpoint) -> None:
     """
     if checkpoint.info.get("weights_only"):
         raise CheckpointError(
-            f"{checkpoint.path} has only the weights of the model (save_weights_only), and not the "
-            "optimizers, schedulers, random states and position in the data that training needs to "
-            "resume from it. Nothing was changed. To use the weights, load them with "
-            "`hookline.open_run(…).checkpoints()[-1].load_into(model)`, or write them to one file "
-            "with `hookline checkpoints export`. To resume, give the run's folder, which stands "
-            "for its newest checkpoint with all of the state; a ModelCheckpoint without "
-            "save_weights_only saves such checkpoints. Or start a new run."
+            f"{checkpoint.path} has only the model's weights (save_weights_only), and not what "
+            "training needs to resume. Nothing was changed. To use the weights, load them with "
+            "`hookline.open_run(…).checkpoints()[-1].load_into(model)`. To resume, give the run's "
+            "folder, which stands for its newest checkpoint with all of the state."
         )
     try:
         _adapter(kind).validate_python(checkpoint.state, strict=True)

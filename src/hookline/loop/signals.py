@@ -163,22 +163,5 @@ class TerminationWatch(SignalWatch):
             self._exit(number)
 
 
-class HeldTermination(SignalWatch):
-    """While the block runs, SIGTERM waits for its end, and does then what it does outside of it.
-
-    It is for closing a run, which must not be left half done. A second SIGTERM acts at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(ControlRequests(), ())
-        self._numbers = [signal.SIGTERM]
-
-    def __exit__(self, *exception: object) -> None:
-        received, self.requests.signal = self.requests.signal, None
-        super().__exit__()
-        if received is not None:
-            signal.raise_signal(received)
-
-
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """Handle a signal by doing nothing."""

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +21,23 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hookline.arguments import check_name, show_value
-from hookline.checkpoint.differences import fit_checkpoint
+from hookline.checkpoint.differences import describe_dtypes, describe_mismatches, fitting_weights
 from hookline.checkpoint.snapshot import Encoder, decode
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
-from hookline.loop.event_context import EventContext
-from hookline.loop.late_states import LateStates
+from hookline.loop.event_context import EventContext, parameters_of
 from hookline.loop.means import add_means
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.record import Record
 from hookline.loop.state_differences import (
-    compare_optimizers,
+    compare_objects,
     compare_scaler,
-    compare_schedulers,
+    describe_class,
+    describe_hook_names,
     describe_hook_states,
+    describe_optimizer,
 )
+from hookline.printable import message_lines
 from hookline.tensors.memory import expand_buffers
 from hookline.tensors.sharded import is_sharded, shard_like
 
@@ -43,6 +45,12 @@ if TYPE_CHECKING:
     from hookline.checkpoint import Checkpoint
 
 log = logging.getLogger("hookline")
+
+Differences = list[str] | dict[int, list[str]]
+"""Why a saved state cannot be loaded, one line each; for a list of states, by their index."""
+
+Gradients = Sequence[Sequence[Any] | None]
+"""For each optimizer the gradients of its parameters, or None if they do not wait."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,7 @@ class StateItem:
         adapt: makes the state of this rank from those of all ranks that saved, if there were more
             or fewer of them: gets their states, and the processes. None if all ranks have the same
             state.
-        compare: returns why a saved state cannot be loaded, one line each; for a list of states, by
-            their index.
+        compare: returns why a saved state cannot be loaded.
         is_required: whether a state that cannot be loaded is always an error; otherwise the loop
             may keep its own.
     """
@@ -66,8 +73,36 @@ class StateItem:
     save: Callable[[], Any]
     load: Callable[[Any], Any] | None = None
     adapt: Callable[[Sequence[Any], SingleProcessGroup], Any] | None = None
-    compare: Callable[[Any], list[str] | dict[int, list[str]]] | None = None
+    compare: Callable[[Any], Differences] | None = None
     is_required: bool = False
+
+
+@dataclass
+class LateStates:
+    """States of a loaded checkpoint that wait for their objects, which the loop finds later.
+
+    They are saved again in checkpoints, until their objects have come.
+
+    Attributes:
+        expects_optimizers: whether the loop finds optimizers while it runs.
+        expects_scaler: the same for a scaler.
+        is_strict: whether a state that does not fit its object is an error.
+        optimizers: the states of the optimizers that come next, in their order.
+        classes: the names of their classes, as far as the checkpoint has them.
+        scaler: the state of the scaler; None if none waits.
+    """
+
+    expects_optimizers: bool = False
+    expects_scaler: bool = False
+    is_strict: bool = True
+    optimizers: list[Any] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
+    scaler: Any = None
+
+    def describe(self, here: int) -> list[str]:
+        """Return the objects whose states wait, in a loop that has so many optimizers."""
+        found = [f"optimizer {here + i}" for i in range(len(self.optimizers))]
+        return [*found, *(["the scaler"] if self.scaler is not None else [])]
 
 
 class LoopState:
@@ -100,6 +135,7 @@ class LoopState:
         self.late = LateStates()
         self.add_items: Callable[[], Sequence[StateItem]] = tuple
         self.record = record
+        self._saved_classes: Mapping[str, Sequence[str]] = {}  # in the checkpoint that is loaded
         self._context, self._hooks, self._attributes = context, hooks, attributes
 
     def _common_items(self) -> list[StateItem]:
@@ -108,18 +144,20 @@ class LoopState:
         optimizers, schedulers, scaler = self.optimizers, self.schedulers, self.scaler
         run, late = self.record.run, self.late
         return [
-            StateItem("classes", self._classes, late.load_classes),
+            StateItem("classes", self._classes, self._load_classes),
             StateItem(
                 "optimizers",
                 lambda: [*(optimizer.state_dict() for optimizer in optimizers), *late.optimizers],
                 self._load_optimizers,
-                compare=partial(compare_optimizers, optimizers),
+                compare=self._compare_optimizers,
             ),
             StateItem(
                 "schedulers",
                 lambda: [scheduler.state_dict() for scheduler in schedulers],
                 self._load_schedulers,
-                compare=partial(compare_schedulers, schedulers),
+                compare=lambda saved: compare_objects(
+                    "scheduler", schedulers, saved, self._saved_classes
+                ),
             ),
             StateItem(
                 "scaler",
@@ -181,26 +219,23 @@ class LoopState:
             if item.adapt is not None:  # always so: for type checkers
                 state[item.name] = item.adapt([one[item.name] for one in saved], processes)
 
-    def compare(
-        self, saved: Mapping[str, Any]
-    ) -> tuple[dict[tuple[str, int], list[str]], list[str]]:
+    def compare(self, saved: Mapping[str, Any]) -> tuple[dict[str, Differences], list[str]]:
         """Return what of a saved state, of the right form, cannot be loaded.
 
         Returns:
-            Lines about what the loop can keep of its own, by item and index (-1 for the whole
-            item), and lines about what has no replacement.
+            Lines about what the loop can keep of its own, by item, and lines about the rest.
         """
-        replaceable: dict[tuple[str, int], list[str]] = {}
+        self._load_classes(saved.get("classes", {}))
+        replaceable: dict[str, Differences] = {}
         problems = describe_hook_states(self._hooks, saved["hooks"], self.model)
         for item in self._items:
             if item.compare is None or saved.get(item.name) is None:
                 continue
             found = item.compare(saved[item.name])
-            for index, lines in (found if isinstance(found, dict) else {-1: found}).items():
-                if item.is_required:
-                    problems += lines
-                elif lines:
-                    replaceable[item.name, index] = lines
+            if item.is_required:
+                problems += _lines(found)
+            elif _lines(found):
+                replaceable[item.name] = found
         return replaceable, problems
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -217,7 +252,6 @@ class LoopState:
         what: str,
         advice: str,
         strict: bool,
-        more: Callable[[], list[str]] = list,
     ) -> Checkpoint:
         """Restore a checkpoint, after comparing all of it; return it as it was loaded.
 
@@ -227,38 +261,74 @@ class LoopState:
             what: what it is loaded into, for messages.
             advice: what to do if it does not fit, for messages.
             strict: raise if something does not fit, apart from hooks; otherwise load what fits.
-            more: returns further lines for the message.
 
         Raises:
             CheckpointError: it does not fit, or could not be loaded; the loop is as it was.
         """
         from hookline.loop.saved_state import reported_damage  # pydantic takes long to import
 
-        model = self.model
+        model, weights = self.model, checkpoint.model
         lazy = {
             name: value
             for name, value in model.state_dict(keep_vars=True).items()
-            if is_lazy(value) and isinstance(checkpoint.model.get(name), torch.Tensor)
+            if is_lazy(value) and isinstance(weights.get(name), torch.Tensor)
         }
+        own_weights = {**model.state_dict(), **{name: weights[name] for name in lazy}}
         with reported_damage(checkpoint):
             self.adapt(checkpoint.state, processes)
-            unloadable, problems = self.compare(checkpoint.state)
             self.late.is_strict = strict
-            checkpoint = fit_checkpoint(
-                checkpoint,
-                model={**model.state_dict(), **{name: checkpoint.model[name] for name in lazy}},
-                state=self.late.complete(self.collect(), checkpoint.state, len(self.optimizers)),
-                what=what,
-                advice=advice,
-                strict=strict,
-                unloadable=unloadable,
-                problems=problems,
-                more=more,
-            )
+            checkpoint = self._fit(checkpoint, own_weights, what, advice, strict=strict)
         for name, value in lazy.items():
             value.materialize(checkpoint.model[name].shape)
         self.load(checkpoint)
         return checkpoint
+
+    def _fit(
+        self,
+        checkpoint: Checkpoint,
+        own_weights: Mapping[str, Any],
+        what: str,
+        advice: str,
+        *,
+        strict: bool,
+    ) -> Checkpoint:
+        """Return a checkpoint as this loop can load it: with its own values where they must be.
+
+        Hooks may come and go: if only their names differ, the checkpoint fits.
+        """
+        saved = checkpoint.state
+        replaceable, problems = self.compare(saved)
+        mismatches = describe_mismatches(checkpoint.model, own_weights)
+        lines = mismatches + describe_dtypes(checkpoint.model, own_weights)
+        lines += [line for found in replaceable.values() for line in _lines(found)]
+        if not lines and not problems:
+            return checkpoint
+        own = self.collect()
+        lines += [*describe_hook_names(saved["hooks"], own["hooks"]), *problems]
+        text = f"The checkpoint {checkpoint.path} does not fit {what}"
+        if strict or problems:
+            raise CheckpointError(message_lines(f"{text}. Nothing was changed. {advice}", *lines))
+        log.warning("%s", message_lines(f"{text}; what fits is loaded.", *lines))
+        fitting = fitting_weights(checkpoint.model, own_weights)
+        for name, value in own_weights.items():
+            fitting.setdefault(name, value)
+        here = len(self.optimizers)
+        if mismatches:  # the states of optimizers are those of other weights
+            replaceable["optimizers"] = dict.fromkeys(range(here), mismatches)
+        if "optimizers" in replaceable:
+            replaceable.setdefault("pending_gradients", replaceable["optimizers"])
+            own["optimizers"] = own["optimizers"][:here]
+        chosen = {
+            name: _choose(saved.get(name, ()), own[name], found)
+            for name, found in replaceable.items()
+        }
+        if "optimizers" in chosen and self.late.expects_optimizers:
+            chosen["optimizers"] += saved["optimizers"][here:]
+        if "settings" in own:  # nothing is said about those of what was not restored
+            here_only = {"optimizers", "schedulers"} & own["settings"].keys()
+            new = {name: own["settings"][name] for name in here_only}
+            chosen["settings"] = {**saved.get("settings", {}), **new}
+        return replace(checkpoint, model=fitting, state={**saved, **chosen})
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the state and the weights of a checkpoint that fits, or change nothing.
@@ -300,8 +370,20 @@ class LoopState:
             "schedulers": [type(scheduler).__name__ for scheduler in self.schedulers],
         }
 
+    def _load_classes(self, saved: Mapping[str, Sequence[str]]) -> None:
+        self._saved_classes = saved
+
+    def _compare_optimizers(self, saved: Sequence[Any]) -> Differences:
+        if self.late.expects_optimizers and len(saved) > len(self.optimizers):
+            saved = saved[: len(self.optimizers)]  # the others are compared when they come
+        return compare_objects("optimizer", self.optimizers, saved, self._saved_classes)
+
     def _load_optimizers(self, states: Sequence[Any]) -> None:
-        states = self.late.take_optimizers(states, len(self.optimizers))
+        late, here = self.late, len(self.optimizers)
+        if late.expects_optimizers:
+            late.optimizers = list(states[here:])
+            late.classes = list(self._saved_classes.get("optimizers", ())[here:])
+            states = states[:here]
         for optimizer, saved in zip(self.optimizers, states, strict=True):
             load_optimizer(optimizer, saved)
 
@@ -317,20 +399,25 @@ class LoopState:
 
     def connect_optimizer(self, optimizer: Any) -> list[str]:
         """Add an optimizer, and restore the state that waits for it; return why it cannot be."""
-        index = len(self.optimizers)
+        late, index = self.late, len(self.optimizers)
         self.optimizers.append(optimizer)
-        saved, lines = self.late.next_optimizer(index, optimizer)
-        if saved is not None and not lines:
-            rates = [group.get("lr") for group in optimizer.param_groups]
-            load_optimizer(optimizer, saved)
-            if rates != [group.get("lr") for group in optimizer.param_groups]:
-                log.warning(
-                    "The learning rate of optimizer %d, which was made after the checkpoint was "
-                    "loaded, is now that of the checkpoint, also in this step. If the loop sets "
-                    "it by itself, make the optimizer first: attach(model, optimizer, …).",
-                    index,
-                )
-        return lines
+        if not late.optimizers:
+            return []
+        saved, name = late.optimizers.pop(0), f"optimizer {index}"
+        lines = describe_class(name, optimizer, late.classes.pop(0) if late.classes else None)
+        lines += describe_optimizer(name, optimizer, saved)
+        if lines:
+            return lines
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        load_optimizer(optimizer, saved)
+        if rates != [group.get("lr") for group in optimizer.param_groups]:
+            log.warning(
+                "The learning rate of optimizer %d, which was made after the checkpoint was "
+                "loaded, is now that of the checkpoint, also in this step. If the loop sets it by "
+                "itself, make the optimizer first: attach(model, optimizer, …).",
+                index,
+            )
+        return []
 
     def connect_scaler(self, scaler: Any, *, has_scaled: bool) -> list[str]:
         """Use a scaler, and restore the state that waits for it; return why it cannot be."""
@@ -359,6 +446,19 @@ class LoopState:
 
     def _load_means(self, state: Any) -> None:
         self._context.means.load_state_dict(state)
+
+
+def _lines(found: Differences) -> list[str]:
+    return [line for each in found.values() for line in each] if isinstance(found, dict) else found
+
+
+def _choose(saved: Any, own: Any, found: Differences) -> Any:
+    """Return the loop's own value; of a list, each saved one that fits, and its own ones."""
+    if not isinstance(found, dict):
+        return own
+    return [
+        saved[i] if i < len(saved) and not found.get(i) else value for i, value in enumerate(own)
+    ]
 
 
 def adapt_means(saved: Sequence[Any], processes: SingleProcessGroup) -> Any:
@@ -444,3 +544,41 @@ def _shard(value: Any, like: Any) -> Any:
     """Return a tensor sharded as another of its shape is, and every other value as it is."""
     tensors = isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor)
     return shard_like(value, like) if tensors and value.shape == like.shape else value
+
+
+# -- gradients that wait for an optimizer which steps less often than others ----------------------
+
+
+def save_gradients(optimizers: Sequence[Any], waits: Sequence[bool]) -> list[list[Any] | None]:
+    """Return the gradients of the optimizers for which they wait."""
+    return [
+        [parameter.grad for parameter in parameters_of(optimizer)] if is_waiting else None
+        for optimizer, is_waiting in zip(optimizers, waits, strict=True)
+    ]
+
+
+def load_gradients(optimizers: Sequence[Any], saved: Gradients) -> None:
+    """Restore gradients that wait; those of other optimizers are left alone."""
+    for optimizer, gradients in zip(optimizers, saved, strict=True):
+        if gradients is not None:
+            for parameter, gradient in zip(parameters_of(optimizer), gradients, strict=True):
+                parameter.grad = None
+                if gradient is not None:
+                    parameter.grad = shard_like(gradient.to(parameter.device), parameter)
+
+
+def compare_gradients(optimizers: Sequence[Any], saved: Gradients) -> list[str]:
+    """Return a line if gradients that wait for their optimizer are of other parameters."""
+    if len(saved) == len(optimizers) and all(map(_have_shapes, saved, optimizers)):
+        return []
+    return ["the gradients of the step in progress are those of other parameters"]
+
+
+def _have_shapes(gradients: Sequence[Any] | None, optimizer: Any) -> bool:
+    if gradients is None:
+        return True
+    parameters = parameters_of(optimizer)
+    return len(gradients) == len(parameters) and all(
+        gradient is None or gradient.shape == parameter.shape
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    )

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from hookline.loop.random_state import describe_failure
-from hookline.tensors.sharded import local, shard_like
+from hookline.checkpoint.differences import MAX_SHOWN, limit_lines, shape_of
+from hookline.errors import listed
 
-_MAX_SHOWN = 5
-_TRIED = {  # optimizers of torch whose next step can be tried with a saved state
+_PLAIN = {  # optimizers of torch whose states have the shapes of parameters, apart from scalars
     *("Adam", "AdamW", "RAdam", "NAdam", "Adamax", "Adagrad", "Adadelta"),
     *("RMSprop", "Rprop", "ASGD", "SGD"),
 }
@@ -26,30 +22,50 @@ _DIVISORS = {
 }
 _PER_GROUP = ("base_lrs", "_last_lr")  # a scheduler has one for each group of its optimizer
 _SCALARS = ("step", "mu_product", "eta", "mu")
+_KINDS = (
+    (bool, "a boolean"),
+    ((int, float), "a number"),
+    (str, "a text"),
+    ((list, tuple), "a list"),
+    (Mapping, "a mapping"),
+    (torch.Tensor, "a tensor"),
+)
 _INT64_LIMIT = 1 << 63
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def compare_optimizers(optimizers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
-    """Return what optimizers cannot load, by index; if numbers differ, the first are compared."""
-    return _compare_each("optimizer", describe_optimizer, optimizers, saved)
-
-
-def compare_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> dict[int, list[str]]:
-    """Return what schedulers cannot load, by index, as `compare_optimizers` does."""
-    return _compare_each("scheduler", _describe_scheduler, schedulers, saved)
-
-
-def _compare_each(
-    kind: str,
-    describe: Callable[[Any, Any], Iterable[str]],
-    here: Sequence[Any],
-    saved: Sequence[Any],
+def compare_objects(
+    kind: str, here: Sequence[Any], saved: Sequence[Any], classes: Mapping[str, Sequence[str]]
 ) -> dict[int, list[str]]:
-    return {
-        index: [f"{kind} {index}: {line}" for line in describe(*pair)][:_MAX_SHOWN]
-        for index, pair in enumerate(zip(here, saved, strict=False))
-    }
+    """Return what the optimizers or schedulers of a loop cannot load, by index; -1: their number.
+
+    Args:
+        kind: "optimizer" or "scheduler".
+        here: the objects.
+        saved: their states in a checkpoint.
+        classes: the names of the classes that they had there, as far as it has them.
+    """
+    found: dict[int, list[str]] = {}
+    if len(saved) != len(here):
+        are = "is" if len(here) == 1 else "are"
+        found[-1] = [f"the checkpoint has {_count(saved, kind)}, and here {are} {len(here)}"]
+    names = classes.get(f"{kind}s", ())
+    for index, (own, state) in enumerate(zip(here, saved, strict=False)):
+        name = f"{kind} {index}"
+        lines = describe_class(name, own, names[index] if index < len(names) else None)
+        if kind == "optimizer":
+            lines += describe_optimizer(name, own, state)
+        elif not lines:
+            lines += [f"{name}: {line}" for line in _describe_scheduler(own, state)][:MAX_SHOWN]
+        found[index] = lines
+    return found
+
+
+def describe_class(name: str, own: Any, saved: str | None) -> list[str]:
+    """Return a line if an object had another class when it was saved; None: it is not known."""
+    kind = type(own).__name__
+    is_same = saved is None or saved == kind
+    return [] if is_same else [f"{name} is {saved} in the checkpoint and {kind} here"]
 
 
 def compare_scaler(scaler: Any, saved: Mapping[str, Any]) -> list[str]:
@@ -57,7 +73,19 @@ def compare_scaler(scaler: Any, saved: Mapping[str, Any]) -> list[str]:
     own = {} if scaler is None else scaler.state_dict()
     lines = _describe_kinds(saved, own)
     lines += [f"'{key}' is missing" for key in own if key not in saved]
-    return [f"the scaler: {line}" for line in lines][:_MAX_SHOWN]
+    return [f"the scaler: {line}" for line in lines][:MAX_SHOWN]
+
+
+# -- hooks ----------------------------------------------------------------------------------------
+
+
+def describe_hook_names(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return which hooks have no saved state, and which saved states have no hook."""
+    missing = [name for name in here if name not in saved]
+    orphaned = [name for name in saved if name not in here]
+    texts = ("the checkpoint has no state of these hooks", "saved states without a hook")
+    pairs = zip(texts, (missing, orphaned), strict=True)
+    return [f"{text}: {listed(names, MAX_SHOWN)}" for text, names in pairs if names]
 
 
 def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.Module) -> list[str]:
@@ -70,62 +98,67 @@ def describe_hook_states(hooks: Any, saved: Mapping[str, Any], model: torch.nn.M
         name.replace("_orig_mod.", ""): tensor
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    for name in hooks.list_hooks():
-        if name not in saved or name not in own or not isinstance(hooks.get_hook(name), BuiltIn):
-            continue
-        found = _describe_kinds(saved[name], own[name])
-        averages = saved[name].get("averages")
-        if isinstance(averages, Mapping):
-            found += _describe_averages(averages, weights)
-        lines += [f"hook '{name}': {line}" for line in found]
-    return lines[:_MAX_SHOWN]
+    for name in [name for name in own if name in saved]:
+        if isinstance(hooks.get_hook(name), BuiltIn):
+            found = _describe_kinds(saved[name], own[name])
+            averages = saved[name].get("averages")
+            if isinstance(averages, Mapping):
+                found += [
+                    f"'{key}' of the averages is not that of a weight of the model"
+                    for key, value in averages.items()
+                    if key not in weights or not _has_shape(value, weights[key])
+                ]
+            lines += [f"hook '{name}': {line}" for line in found]
+    return lines[:MAX_SHOWN]
 
 
-def _describe_averages(
-    averages: Mapping[Any, Any], weights: Mapping[str, torch.Tensor]
-) -> list[str]:
-    lines: list[str] = []
-    for name, value in averages.items():
-        if name not in weights:
-            lines.append(f"the model has no weight '{name}', which has an average")
-        elif not isinstance(value, torch.Tensor) or (
-            not is_lazy(weights[name]) and value.shape != weights[name].shape
-        ):
-            lines.append(f"the average of '{name}' does not have the shape of the weight")
-    return lines
+def _has_shape(value: Any, weight: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and (is_lazy(weight) or value.shape == weight.shape)
 
 
-def describe_optimizer(optimizer: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Return what one optimizer cannot load."""
-    lines = list(_describe_groups(optimizer, saved))
-    if type(optimizer).__module__.startswith("torch.optim"):
-        lines += _describe_parameter_states(optimizer, saved)
-        if not lines and type(optimizer).__name__ in _TRIED:
-            lines += describe_failure("its state", partial(_try_step, optimizer, saved))
-    return lines
+# -- optimizers -----------------------------------------------------------------------------------
 
 
-def _describe_groups(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
-    for index, pair in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=False)):
-        own, group = pair
-        options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
-        for line in _describe_kinds(group, options):
-            yield f"group {index}: {line}"
-        for key, value in options.items():
-            if key not in group and _is_checked(value):
-                yield f"group {index} has no '{key}'"
-        for key in options.keys() & group.keys():
-            if isinstance(group[key], torch.Tensor) and not isinstance(options[key], torch.Tensor):
-                yield f"group {index}: '{key}' is a tensor only in the checkpoint"
-            elif not _is_usable(group[key]):
-                yield f"group {index}: '{key}' is {group[key]!s:.40}"
-        decoupled = [one.get("decoupled_weight_decay") for one in (group, own)]
-        if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
-            yield f"group {index} has another weight decay (Adam's or AdamW's)"
+def describe_optimizer(name: str, optimizer: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return what one optimizer cannot load: other groups, options or states of parameters."""
+    before, now = saved["param_groups"], optimizer.param_groups
+    if len(before) != len(now):
+        count = _count(before, "parameter group")
+        return [f"{name} has {count} in the checkpoint and {len(now)} here"]
+    lines = [
+        f"{name}: group {index} {line}"
+        for index, groups in enumerate(zip(before, now, strict=True))
+        for line in _describe_group(*groups)
+    ]
+    if not lines:
+        states = [f"{name}: {line}" for line in _describe_parameter_states(optimizer, saved)]
+        lines = limit_lines(states, "other states of parameters")
+    return lines[: MAX_SHOWN + 1]
 
 
-def _is_checked(value: Any) -> bool:
-    return _kind(value) in ("a number", "a list")
+def _describe_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    if len(saved["params"]) != len(own["params"]):
+        count = _count(saved["params"], "parameter")
+        yield f"has {count} in the checkpoint and {len(own['params'])} here"
+    before, now = saved.get("param_names") or (), own.get("param_names") or ()
+    for first, second in zip(before, now, strict=False):
+        if first != second:
+            yield f"has '{first}' in the checkpoint where '{second}' is here"
+            break
+    options = {k: v for k, v in own.items() if k not in ("params", "param_names")}
+    for line in _describe_kinds(saved, options):
+        yield f"differs: {line}"
+    for key, value in options.items():
+        if saved.get(key) is None:
+            if _kind(value) in ("a number", "a list"):
+                yield f"has no '{key}'"
+        elif isinstance(saved[key], torch.Tensor) and not isinstance(value, torch.Tensor):
+            yield f"has a tensor '{key}' only in the checkpoint"
+        elif not _is_usable(saved[key]):
+            yield f"has '{key}' {saved[key]!s:.40}"
+    decoupled = [one.get("decoupled_weight_decay") for one in (saved, own)]
+    if set(map(type, decoupled)) == {bool} and decoupled[0] != decoupled[1]:
+        yield "has another weight decay (Adam's or AdamW's)"
 
 
 def _is_usable(value: Any) -> bool:
@@ -138,78 +171,50 @@ def _is_usable(value: Any) -> bool:
 
 
 def _describe_parameter_states(optimizer: Any, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what an optimizer of torch would fail on in its next step."""
+    """Yield which states do not have the shapes of the parameters, or of the states here."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     indices = [i for group in saved["param_groups"] for i in group["params"]]
-    if len(parameters) != len(indices):
-        return  # a difference that is listed elsewhere
     if len(set(indices)) != len(indices):
         yield "a parameter is in two groups"
-    shapes = dict(zip(indices, parameters, strict=True))
+        return
+    by_index = dict(zip(indices, parameters, strict=True))
+    kind = type(optimizer)
+    is_torch = kind.__module__.startswith("torch.optim")
+    is_plain = is_torch and kind.__name__ in _PLAIN
+    group_of = {i: n for n, group in enumerate(saved["param_groups"]) for i in group["params"]}
+    names: dict[int, set[str]] = {}  # by group: options such as amsgrad may differ
     for index, values in saved["state"].items():
-        if type(index) is not int or index not in shapes or not isinstance(values, dict):
-            yield f"the state of parameter {index!s:.40} is not valid"
+        if type(index) is not int or index not in by_index or not isinstance(values, dict):
+            if is_torch:
+                yield f"the state of parameter {index!s:.40} is not valid"
             continue
-        for key, value in values.items() if type(optimizer).__name__ in _TRIED else ():
-            if not _fits(key, value, shapes[index]):
+        used = {key for key, value in values.items() if value is not None}
+        if is_plain and used != names.setdefault(group_of[index], used):
+            yield f"the state of parameter {index} has not the names of the others"
+        own = optimizer.state.get(by_index[index], {})
+        for key, value in values.items():
+            here = own.get(key)
+            has_other_shape = hasattr(here, "shape") and shape_of(value) != shape_of(here)
+            if has_other_shape and hasattr(value, "shape"):
+                shapes = f"{shape_of(value)} in the checkpoint and {shape_of(here)} here"
+                yield f"'{key}' of parameter {index} is {shapes}"
+            elif is_plain and not _fits(key, value, by_index[index]):
                 yield f"'{key}' of parameter {index} does not have its shape"
-
-
-def _try_step(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Make a step of another optimizer with the saved options and states of a few parameters.
-
-    They are the smallest of each group, one for each set of names that states have. Options such
-    as `amsgrad` decide which names a step needs. Torch's constructor checks the numbers, such as
-    `betas` below 0; it accepts no learning rate below 0, which a scheduler may have set.
-    """
-    if any(is_lazy(p) for group in optimizer.param_groups for p in group["params"]):
-        return  # they have no shape yet
-    kind, states = type(optimizer), saved["state"]
-    accepted = inspect.signature(kind).parameters.keys() - {"params", "lr"}
-    for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False):
-        chosen: dict[tuple[str, ...], tuple[int, Any]] = {}
-        for index, parameter in zip(group["params"], own["params"], strict=False):
-            values = states.get(index, {})
-            names = tuple(sorted(key for key, value in values.items() if value is not None))
-            if names not in chosen or parameter.numel() < chosen[names][1].numel():
-                chosen[names] = index, parameter
-        if not chosen:
-            continue
-        tried = dict(chosen.values())
-        copies = [torch.zeros_like(local(parameter.detach())) for parameter in tried.values()]
-        for one in copies:
-            one.grad = torch.zeros_like(one)
-        checked = {key: group[key] for key in accepted & group.keys() if _is_checked(group[key])}
-        trial = kind(copies, lr=0.1, **checked)
-        options = {**group, "params": list(tried)}
-        options.pop("param_names", None)
-        local_states = {i: _local_states(states[i], p) for i, p in tried.items() if i in states}
-        trial.load_state_dict(copy.deepcopy({"state": local_states, "param_groups": [options]}))
-        step: Any = kind.step
-        getattr(step, "__wrapped__", step)(trial)  # unseen by the hooks of all optimizers
-
-
-def _local_states(values: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return this rank's shards of a parameter's states, which may be whole."""
-    return {
-        key: local(shard_like(value, parameter))
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-        else value
-        for key, value in values.items()
-    }
 
 
 def _fits(key: Any, value: Any, parameter: torch.Tensor) -> bool:
     """Return whether a value is None or a tensor with the shape of a parameter, or a scalar."""
     if not isinstance(value, torch.Tensor):
-        return value is None or (
-            key in _SCALARS and type(value) in (int, float) and abs(value) < _INT64_LIMIT
-        )
+        is_number = type(value) in (int, float) and abs(value) < _INT64_LIMIT
+        return value is None or (key in _SCALARS and is_number)
     if is_lazy(parameter):
         return True
     if value.is_complex() and not parameter.is_complex():
         return False
     return value.numel() == 1 if key in _SCALARS else value.shape == parameter.shape
+
+
+# -- schedulers, and values by name ---------------------------------------------------------------
 
 
 def _describe_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -255,16 +260,11 @@ def _kind(value: Any) -> str | None:
     """Return what kind of value it is, for messages; None for None."""
     if value is None:
         return None
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
         return "a number"
-    for types, name in (
-        (str, "a text"),
-        ((list, tuple), "a list"),
-        (Mapping, "a mapping"),
-        (torch.Tensor, "a tensor"),
-    ):
-        if isinstance(value, types):
-            return name
-    return f"a {type(value).__name__}"
+    found = (name for types, name in _KINDS if isinstance(value, types))
+    return next(found, f"a {type(value).__name__}")
+
+
+def _count(items: Sequence[Any], what: str) -> str:
+    return f"{len(items)} {what}{'' if len(items) == 1 else 's'}"

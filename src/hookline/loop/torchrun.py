@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 _CONNECT = timedelta(seconds=5)
@@ -55,22 +53,3 @@ def report_error(error: BaseException) -> None:
 
     _reported.append(file)
     get_error_handler().record_exception(error)
-
-
-def report_uncaught_errors() -> None:
-    """Tell torchrun also about errors outside of the loop, before the others notice the end."""
-    before = sys.excepthook
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ or getattr(before, "reports_errors", False):
-        return
-
-    def report(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        try:
-            raise error.with_traceback(traceback)  # torch reports the exception that is handled
-        except BaseException:
-            report_error(error)
-        before(kind, error, traceback)
-
-    report.reports_errors = True  # type: ignore[attr-defined]
-    sys.excepthook = report

@@ -15,19 +15,18 @@ if TYPE_CHECKING:
     from hookline.probes.capture import Capture as Capture
     from hookline.probes.capture import NotCapturedError as NotCapturedError
     from hookline.probes.capture import ProbeResults as ProbeResults
-    from hookline.probes.captured_state import CapturedState as CapturedState
     from hookline.probes.debug_probe import Debug as Debug
     from hookline.probes.debug_probe import DebugProbe as DebugProbe
     from hookline.probes.debug_probe import Finding as Finding
     from hookline.probes.edit import Edit as Edit
     from hookline.probes.flow import Flow as Flow
-    from hookline.probes.flow import GradientFlow as GradientFlow
     from hookline.probes.flow import gradient_flow as gradient_flow
     from hookline.probes.hook_manager import HookManager as HookManager
     from hookline.probes.hook_manager import ProbeInfo as ProbeInfo
     from hookline.probes.hook_manager import Probes as Probes
     from hookline.probes.monitor import Monitor as Monitor
     from hookline.probes.probe import Probe as Probe
+    from hookline.probes.store import CapturedState as CapturedState
     from hookline.probes.store import Counts as Counts
     from hookline.probes.store import Store as Store
     from hookline.probes.taps import tap as tap
@@ -35,14 +34,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "call": ("Call",),
     "capture": ("Calls", "Capture", "NotCapturedError", "ProbeResults"),
-    "captured_state": ("CapturedState",),
     "debug_probe": ("Debug", "DebugProbe", "Finding"),
     "edit": ("Edit",),
-    "flow": ("Flow", "GradientFlow", "gradient_flow"),
+    "flow": ("Flow", "gradient_flow"),
     "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
     "monitor": ("Monitor",),
     "probe": ("Probe",),
-    "store": ("Counts", "Store"),
+    "store": ("CapturedState", "Counts", "Store"),
     "taps": ("tap",),
 }
 

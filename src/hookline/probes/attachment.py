@@ -31,10 +31,18 @@ from weakref import WeakSet
 
 import torch
 
-from hookline.errors import ProbeError, RandomNumberError, listed
+from hookline.arguments import check_whole_number
+from hookline.errors import ConfigError, ProbeError, RandomNumberError, listed
 from hookline.interrupts import HeldInterrupts
-from hookline.probes.call import Call, ForwardCallback, Site, ThreadLocal
-from hookline.probes.recomputation import has_gradients, is_recomputing, running_modules
+from hookline.probes.call import (
+    Call,
+    ForwardCallback,
+    Site,
+    ThreadLocal,
+    has_gradients,
+    is_recomputing,
+    running_modules,
+)
 from hookline.probes.taps import Taps
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.observation import Observation
@@ -77,8 +85,8 @@ class Attachment:
         self.root = root
         self.context = context
         self.guard: Callable[..., Any] = guard or self.call_directly
+        self._call = self.guard  # without a schedule
         self.before, self.after = _check_observer(probe, "before"), _check_observer(probe, "after")
-        self._forward_start = _check_observer(probe, "forward_start")
         self._forward_end = _check_observer(probe, "forward_end")
         self.enabled = False
         self.flag = torch.zeros((), dtype=torch.bool, device="cpu")
@@ -106,17 +114,27 @@ class Attachment:
             site.enabled = True
             if not site.handles:
                 site.attach()
+        self._attach_boundaries()
+        if self.taps is not None:
+            self.taps.attach()
+        self.refresh()
+
+    def _attach_boundaries(self) -> None:
         outermost = self._outermost()
         if outermost is not None and not self._boundaries:
-            start = ForwardCallback(self._start, is_end=False)
-            end = ForwardCallback(self._end, is_end=True)
+            start, end = ForwardCallback(self._start), ForwardCallback(self._end)
             self._boundaries = [start, end]
             start.handle = outermost.register_forward_pre_hook(start, prepend=True)
             end.handle = outermost.register_forward_hook(end, always_call=True)
             hide_hooks(outermost)
-        if self.taps is not None:
-            self.taps.attach()
-        self.refresh()
+
+    def move_last(self, site: Site) -> None:
+        """Register the hooks of a site anew, so that they are called after those of others."""
+        site.detach()
+        site.attach()
+        if site.module is self._outermost():  # its call ends after those of the site
+            self._detach_boundaries()
+            self._attach_boundaries()
 
     def disable(self) -> None:
         """Hide calls from the probe; what was compiled keeps its operators."""
@@ -167,6 +185,19 @@ class Attachment:
             log.warning("The probe '%s' is DISABLED. %s", self.probe.probe_name, error)
             self.disable()
             return None
+
+    def schedule(self, every: int) -> None:
+        """Have the probe called only in the forwards N, 2N, 3N …, and outside of any forward."""
+        check_whole_number("every", every, 1)
+        if self.probe.edits and every > 1:
+            raise ConfigError("An edit takes no schedule: attach and detach it instead.")
+
+        def guard(function: Callable[..., Any], *args: Any) -> Any:
+            number = self.forward_number
+            is_due = number is None or number % every == 0
+            return self._call(function, *args) if is_due else None
+
+        self.guard = self._call if every == 1 else guard
 
     def refresh(self) -> None:
         """Update the flag that compiled edits read."""
@@ -221,8 +252,6 @@ class Attachment:
         state.error = sys.exception()  # a forward may run while an error is being handled
         if self.taps is not None:
             self.taps.enter()
-        if self.enabled and self.probe.wants_forward_start:
-            self.guard(self._forward_start)
 
     def _end(self, gradients: bool | None) -> None:
         state = self.local.state
@@ -277,29 +306,7 @@ class Attachment:
         self.local.state.counts[name] = index + 1
         return index
 
-    @property
-    def running_calls(self) -> list[Call]:
-        """The calls that run now in this thread and whose start the probe saw, outermost first."""
-        return [call for call, _ in self.local.state.calls]
-
-    def end_alone(self, module: torch.nn.Module | None) -> None:
-        """Handle the end of a call outside of the model's own call.
-
-        Outside of training it is a forward of its own, unless another call that is seen runs it.
-        """
-        if not (self.enabled and self.probe.wants_forward_end and self.context is None):
-            return
-        running = running_modules()
-        seen = {id(site.module) for site in self.sites.values()} - {id(module)}
-        if running.count(id(module)) <= 1 and seen.isdisjoint(running):
-            self.guard(self._forward_end)
-
     # -- modules that no call was seen of ---------------------------------------------------------
-
-    @property
-    def uncalled(self) -> list[str]:
-        """The modules and taps that no call was seen of."""
-        return self._uncalled_modules() + (self.taps.unmatched if self.taps is not None else [])
 
     def _uncalled_modules(self) -> list[str]:
         uncalled = [site for site in self.sites.values() if not site.was_called]

@@ -8,11 +8,11 @@ a pickle of a model gets a function that does nothing instead.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ProbeError
 from hookline.probes import compiled
-from hookline.probes.recomputation import is_recomputing
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 
 if TYPE_CHECKING:
@@ -30,6 +29,49 @@ if TYPE_CHECKING:
 
 _graph_task_id = torch._C._current_graph_task_id  # `is_recomputing`, for where every µs counts
 _in_transform = torch._C._are_functorch_transforms_active
+
+
+# -- the Python stack ------------------------------------------------------------------------------
+
+
+def is_recomputing() -> bool:
+    """Return whether activation checkpointing is running the forward again, within backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def running_modules() -> list[int]:
+    """Return the `id` of each module whose call runs in this thread, innermost first.
+
+    Modules that were compiled into one graph have no calls on the Python stack.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    modules: list[int] = []
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            modules.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back
+    return modules
+
+
+def has_gradients() -> bool:
+    """Return whether a forward that runs now can be differentiated, also in a reentrant segment.
+
+    Reentrant checkpointing runs the first pass of a segment without gradients, and a compiled graph
+    runs without them, too: both within the `forward(ctx, …)` of an autograd function.
+    """
+    if torch.is_grad_enabled():
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        is_method = code.co_name == "forward" and code.co_varnames[:1] == ("ctx",)
+        if is_method and isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -- calls and where they come from ----------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -97,7 +139,6 @@ class Site:
     was_called: bool = False
     compiled: bool = False
     paired: bool = False  # whether `before` sees the calls, too
-    place: int = 0  # among the hooks of its module: the key of its first hook, 0 before that
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
 
     def attach(self) -> None:
@@ -110,13 +151,10 @@ class Site:
             callback = ModuleCallback(self, before=True)
             self.handles.append(module.register_forward_pre_hook(callback, with_kwargs=True))
         callback = ModuleCallback(self, before=False)
-        handle = module.register_forward_hook(callback, with_kwargs=True, always_call=self.paired)
-        self.handles.append(handle)
+        self.handles.append(
+            module.register_forward_hook(callback, with_kwargs=True, always_call=self.paired)
+        )
         hide_hooks(module)
-        if self.place:
-            arrange_sites([self])
-        else:
-            self.place = handle.id
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -133,8 +171,7 @@ class Site:
         attachment = self.attachment
         if _in_transform() and attachment.must_stand_aside(self.name):
             return None
-        probe = attachment.probe
-        if recomputed and not (probe.edits or probe.wants_recomputed):
+        if recomputed and not attachment.probe.edits:
             return None
         name, state = self.name, attachment.local.state
         index = 0 if recomputed else attachment.next_index(name)
@@ -151,8 +188,7 @@ class Site:
         if _in_transform() and attachment.must_stand_aside(self.name):
             self.was_called = True
             return None
-        probe = attachment.probe
-        if recomputed and not (probe.edits or probe.wants_recomputed):
+        if recomputed and not attachment.probe.edits:
             return None
         name, state = self.name, attachment.local.state
         call = None
@@ -160,10 +196,9 @@ class Site:
             call, failed = state.pop(name, output)
             if failed:
                 return None
-        alone = not state.depth
         if recomputed:
             index = 0
-        elif alone:
+        elif not state.depth:
             index = attachment.count(name)
         else:  # `count`, without a call
             index = state.counts.get(name, 0)
@@ -177,8 +212,6 @@ class Site:
             call.args, call.kwargs, call.index = args, kwargs, index
         call.output = output
         returned = attachment.guard(attachment.after, call)
-        if alone and not recomputed:
-            attachment.end_alone(self.module)
         return None if returned is None else self._check_returned(returned)
 
     def before_compiled(self, tensors: list[torch.Tensor]) -> None:
@@ -207,8 +240,6 @@ class Site:
             call = self._make_call((), {}, index, compiled=True)
         call.index, call.output = index, tensors[0] if len(tensors) == 1 else tuple(tensors)
         self._check_not_returned(attachment.guard(attachment.after, call))
-        if not attachment.local.state.depth:
-            attachment.end_alone(self.module)
 
     def _make_call(
         self, args: Any, kwargs: Any, index: int, recomputed: bool = False, compiled: bool = False
@@ -346,9 +377,8 @@ class ForwardCallback(_NotCopied):
     `call` is called with whether gradients are enabled; None in eager models, where one can look.
     """
 
-    def __init__(self, call: Callable[[bool | None], None], *, is_end: bool) -> None:
+    def __init__(self, call: Callable[[bool | None], None]) -> None:
         self._call = call
-        self.is_end = is_end
         self._number = _register_receiver(self)
         self.compiled = False
         self.handle: RemovableHandle | None = None
@@ -371,36 +401,3 @@ class ForwardCallback(_NotCopied):
         if self.handle is not None:
             self.handle.remove()
         _unregister_receiver(self)
-
-
-def arrange_sites(sites: Sequence[Site]) -> None:
-    """Have the sites of one module called in this order, in the places that they have together.
-
-    A site that is attached again gets its old place among the other hooks of its module.
-    """
-    places = sorted(site.place for site in sites)
-    for site, place in zip(sites, places, strict=True):
-        site.place = place
-    module = sites[0].module
-    assert module is not None
-    ordered_dicts: Any = (module._forward_pre_hooks, module._forward_hooks)
-    for hooks in ordered_dicts:
-        ours = [key for key, hook in hooks.items() if isinstance(hook, ModuleCallback)]
-        order = [key for key in hooks if key not in ours]
-        for key in sorted(ours, key=lambda key: _place(hooks, key)):
-            index = len(order)
-            while index and _place(hooks, order[index - 1]) > _place(hooks, key):
-                index -= 1
-            order.insert(index, key)
-        order.sort(key=lambda key: isinstance(hooks[key], ForwardCallback) and hooks[key].is_end)
-        if order != list(hooks):
-            for key in order:
-                hooks.move_to_end(key)
-
-
-def _place(hooks: Mapping[int, Any], key: int) -> float:
-    """Return when a hook was registered first; PyTorch counts the keys of hooks up."""
-    hook = hooks[key]
-    if isinstance(hook, ForwardCallback):
-        return math.inf if hook.is_end else -1
-    return hook.site.place if isinstance(hook, ModuleCallback) else key

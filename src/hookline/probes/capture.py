@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
@@ -13,28 +13,27 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from hookline.arguments import check_instance, check_whole_number, listed_strings, show_value
+from hookline.arguments import (
+    check_instance,
+    check_number,
+    check_whole_number,
+    listed_strings,
+    show_value,
+)
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
-from hookline.printable import printable
 from hookline.probes.call import Call
-from hookline.probes.captured_state import CapturedState, Check, LazyState
-from hookline.probes.extractor import By, TensorExtractor
-from hookline.probes.gradient_capture import OutputGradients
-from hookline.probes.module_selection import Which, aliases
+from hookline.probes.extractor import OutputGradients, TensorExtractor
+from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
-from hookline.probes.recomputation import recall_call, remember_call
-from hookline.probes.store import Counts, Store
+from hookline.probes.store import CapturedState, Counts, PendingState, Store, Wait
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.nested import tensors_in
 
 log = logging.getLogger("hookline")
 
-MAX_CAPTURED_STATES = 1000
-"""The default of a manager of probes, over all its hooks."""
 _MEMORY_LIMIT_MB = 1024.0
-_MAX_MEGABYTES = 2**43  # of 64-bit addresses
 
 
 class NotCapturedError(ProbeError, KeyError, IndexError):
@@ -51,18 +50,19 @@ def probe(
 ) -> ProbeResults:
     """Capture the outputs of some modules until the end of the `with` block, or until `close()`.
 
-    By default outputs are captured as copies: a later in-place operation, such as an in-place ReLU,
-    does not change them. Calls are kept up to 1 GB; then the oldest are dropped, and a warning says
-    how many. `memory_limit_mb=None` keeps all.
+    Outputs are captured as copies: a later in-place operation, such as an in-place ReLU, does not
+    change them. Calls are kept up to 1 GB; then the oldest are dropped, with a warning, and
+    `counts` says how many. `memory_limit_mb=None` keeps all.
 
     Args:
         model: The model.
         which: Its modules: a name, a glob such as `"blocks.*.mlp"`, a regular expression, a type, a
             function of name and module, a module, or a list of these.
         taps: Names of values in the model's code, as given to `hookline.tap`, or globs.
-        every: Capture only in the forwards N, 2N, 3N … of the model.
+        every: Capture only in the forwards N, 2N, 3N … of the model, and all calls of its modules
+            outside of its own forward.
         options: Options of `Capture`: `input=True` and `kwargs=True` also keep the arguments,
-            `gradient=True` the gradients of outputs; `device`, `dtype`, `select`, `reduce`, `by` …
+            `gradient=True` the gradients of outputs; `device`, `dtype`, `select`, `reduce` …
 
     Returns:
         A mapping from names of modules and taps to their captured calls.
@@ -104,8 +104,9 @@ class Capture(BuiltIn, Probe):
         output: Whether to keep what it returned.
         kwargs: Whether to keep the keyword arguments.
         gradient: Whether to keep the gradient of the output in the last backward. It is None
-            without a backward, in a compiled model, where it cannot be seen, and for a leaf that is
-            returned, such as a parameter, which has its own `.grad`.
+            without a backward, in compiled models and reentrant activation checkpointing, where it
+            cannot be seen, for a leaf that is returned, such as a parameter, which has its own
+            `.grad`, and for a view that is changed in place, if it is not that of a linear layer.
         device: Where to keep tensors, such as `"cpu"`; by default on their device. A copy from an
             accelerator is waited for when it is read.
         dtype: The dtype to keep floating-point tensors in, such as `"float16"`; by default theirs.
@@ -114,14 +115,11 @@ class Capture(BuiltIn, Probe):
         reduce: How to reduce each tensor, or that part: `"mean"`, `"sum"`, `"std"`, `"norm"`,
             `"max"`, `"min"` or `"abs_max"`, or a function that returns a tensor.
         dim: The dimensions to reduce over; by default all.
-        by: `"copy"`, or `"reference"`: then nothing is copied, and reading a tensor that was
-            changed in place since (as by an in-place ReLU) raises an error. A change through
-            `.data` or `.numpy()` is not noticed.
         layer_idx: The layer's number, for the states; by default the first number in the module's
             name, if it has one.
         max_states: How many states to keep, over all modules; by default all.
         memory_limit_mb: How many megabytes (of 1024² bytes) to keep; None for no limit. The oldest
-            states are dropped. A warning says how many, and `counts` has the number at any time.
+            states are dropped, with a warning; `counts` says how many.
         store: A store to share with other probes, with its own limits.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
             These have an output only.
@@ -147,7 +145,6 @@ class Capture(BuiltIn, Probe):
         select: Any = None,
         reduce: str | Callable[[Tensor], Tensor] | None = None,
         dim: int | list[int] | tuple[int, ...] | None = None,
-        by: By = "copy",
         layer_idx: Annotated[int, Field(ge=0)] | None = None,
         max_states: PositiveInt | None = None,
         memory_limit_mb: PositiveFloat | None = _MEMORY_LIMIT_MB,
@@ -161,8 +158,7 @@ class Capture(BuiltIn, Probe):
             )
         self._contents = {"input": input, "output": output, "kwargs": kwargs, "gradient": gradient}
         self.wants_before = self.wants_input = input or kwargs
-        self.wants_recomputed = gradient
-        self._extractor = TensorExtractor(self, by, device, dtype, select, reduce, dim)
+        self._extractor = TensorExtractor(self, device, dtype, select, reduce, dim)
         self._copies_output = output and self._extractor.copies_only
         self._layer_idx = layer_idx
         if store is not None and (max_states, memory_limit_mb) != (None, _MEMORY_LIMIT_MB):
@@ -175,89 +171,47 @@ class Capture(BuiltIn, Probe):
 
     def _reset_results(self, store: Store | None = None) -> None:
         self._store = Store(*self._limits) if store is None else store
-        self._key: str | None = None
+        self._key = object()  # of its states in the store
         self._layers: dict[str, int | None] = {}
-        self._names: dict[str, str] = {}  # the name captured under, also for tied modules
-        self._warned = self._warned_dropped = False
+        self._names: set[str] = set()  # of its modules
+        self._warned = False
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-        """Return the model's modules to capture, and note their other names."""
+        """Return the model's modules to capture, and note their names."""
         chosen = super().choose(model)
-        self._names.update({name: name for name in chosen})
-        for first, others in aliases(model).items():
-            own = next((name for name in (first, *others) if name in chosen), None)
-            if own is not None:
-                self._names.update(dict.fromkeys((first, *others), own))
+        self._names.update(chosen)
         return chosen
-
-    def detach(self) -> None:
-        """Detach the probe from the model; warn if states were dropped."""
-        if self.attachment is not None:
-            self._warn_dropped()
-        super().detach()
-
-    def on_train_end(self) -> None:
-        """Warn if states were dropped."""
-        self._warn_dropped()
-
-    def _warn_dropped(self) -> None:
-        """Warn once about dropped states, unless the user has limited their number."""
-        store = self._store
-        over_memory, over_states = store.over_limits(self.key)
-        is_default = store.max_states == MAX_CAPTURED_STATES
-        dropped = over_memory + (over_states if is_default else 0)
-        if self._warned_dropped or not dropped:
-            return
-        self._warned_dropped = True
-        limits = [f"memory_limit_mb={(store.memory_limit or 0) / 2**20:g}"] if over_memory else []
-        limits += [f"max_captured_states={store.max_states}"] if over_states else []
-        log.warning(
-            "The probe '%s' has dropped %d of %d captured states, the oldest, because of %s. Raise "
-            "the limit (None: no limit) or capture less (a slice, another dtype, fewer modules, "
-            "fewer steps).",
-            self.probe_name,
-            dropped,
-            self.counts.captured,
-            " and ".join(limits),
-        )
 
     def before(self, call: Call) -> None:
         """Capture the arguments before the module runs, since it may change them in place."""
-        if not call.recomputed:
-            call.saved = self._capture_inputs(call)
+        call.saved = self._capture_inputs(call)
 
     def after(self, call: Call) -> None:
         """Capture a call of a module."""
-        if call.recomputed:
-            recalled = recall_call((self, call.name))
-            if recalled is not None:
-                self._capture_gradient(call, *recalled)
-            return
         name = call.name
         layer = self._layers[name] if name in self._layers else self._layer_of(name)
-        cls = CapturedState if self._extractor.is_immediate else LazyState
+        cls = PendingState if self._extractor.is_async else CapturedState
         state = cls(name, self.probe_name, call.step, call.epoch, call.index, layer)
+        waits: list[Wait] = []
         if self.wants_input and call.module is not None:
             saved = None if call.input_replaced else call.saved
-            inputs, check = saved or self._capture_inputs(call)
-            state.input, state.kwargs = inputs
-            if check is not None and isinstance(state, LazyState):
-                state.checks |= {"input": check, "kwargs": check}
+            (state.input, state.kwargs), waits = saved or self._capture_inputs(call)
         output = call.output
         if type(output) is Tensor and self._copies_output:  # the usual case
             state.output = output.detach().clone()
         elif self._contents["output"]:
-            state.output, check = self._extractor.extract(output, name, copy=call.compiled)
-            if check is not None and isinstance(state, LazyState):
-                state.checks["output"] = check
-        key = self._store.add(self._key or self.key, state)
+            state.output = self._extractor.extract(output, name, waits)
+        if isinstance(state, PendingState):
+            state.waits = waits
+        key = self._store.add(self._key, state)
         if self._contents["gradient"]:
-            self._expect_gradient(call, key, state)
+            self._expect_gradient(call, key)
 
-    def _capture_inputs(self, call: Call) -> tuple[Any, Check | None]:
+    def _capture_inputs(self, call: Call) -> tuple[Any, list[Wait]]:
         args = call.args if self._contents["input"] else None
         kwargs = dict(call.kwargs) if self._contents["kwargs"] else None
-        return self._extractor.extract((args, kwargs), call.name, copy=call.compiled)
+        waits: list[Wait] = []
+        return self._extractor.extract((args, kwargs), call.name, waits), waits
 
     def _layer_of(self, name: str) -> int | None:
         numbers = (int(part) for part in name.split(".") if part.isdecimal())
@@ -265,26 +219,20 @@ class Capture(BuiltIn, Probe):
         self._layers[name] = layer
         return layer
 
-    def _expect_gradient(self, call: Call, key: int | None, state: CapturedState) -> None:
-        if not call.compiled:
-            self._capture_gradient(call, key, weakref.ref(state))
-        elif not self._warned:
-            self._warned = True
-            log.warning(
-                "The probe '%s' cannot see gradients in a compiled model: they stay None.",
-                self.probe_name,
-            )
-
-    def _capture_gradient(self, call: Call, key: int | None, state: Any) -> None:
-        if not torch.is_grad_enabled():
-            # The first pass of a reentrant checkpoint, or a forward without gradients.
-            remember_call((self, call.name), (key, state))
+    def _expect_gradient(self, call: Call, key: int) -> None:
+        if call.compiled:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "The probe '%s' cannot see gradients in a compiled model: they stay None.",
+                    self.probe_name,
+                )
             return
         # A leaf, such as a parameter, has its own `.grad`.
         tensors = [tensor for tensor in tensors_in(call.output) if tensor.grad_fn is not None]
-        if tensors and key is not None and self.attachment is not None:
+        if tensors and self.attachment is not None:
             guard = self.attachment.guard
-            gradients = OutputGradients(call.name, self._extractor, self._store, key, state, guard)
+            gradients = OutputGradients(call.name, self._extractor, self._store, key, guard)
             gradients.expect(call.output, tensors)
 
     @property
@@ -293,28 +241,20 @@ class Capture(BuiltIn, Probe):
         return self._store
 
     @property
-    def key(self) -> str:
-        """The name of the states in the store: the probe's, with a number if another one has it."""
-        if self._key is None:
-            self._key = self._store.unique_name(self.probe_name, self)
-        return self._key
-
-    @property
     def counts(self) -> Counts:
         """How many states there were, and where they are."""
-        return self._store.counts(self.key)
+        return self._store.counts(self._key)
 
     def states(self, module: str | None = None) -> list[CapturedState]:
         """Return the states of one module, or of all, in the order of the calls."""
-        self._warn_dropped()
-        return self._store.states(self.key, None if module is None else self._resolve(module))
+        return self._store.states(self._key, None if module is None else self._resolve(module))
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
         check_instance("module", module, str, "the name of a module or tap")
         clean = clean_name(module)  # without the prefixes of wrappers
         candidates = (module, clean, clean.removeprefix("module."))
-        return next((self._names[name] for name in candidates if name in self._names), module)
+        return next((name for name in candidates if name in self._names), module)
 
     def __getitem__(self, module: str) -> Calls:
         if module not in self:
@@ -333,25 +273,24 @@ class Capture(BuiltIn, Probe):
 
     def clear(self) -> None:
         """Free the states; capturing continues."""
-        self._store.clear(self.key)
+        self._store.clear(self._key)
 
     def forget(self) -> None:
         """Free the states and reset the counts."""
-        self._store.forget(self.key)
+        self._store.forget(self._key)
 
     def _explain_missing(self, module: Any) -> str:
-        known = [*self._names, *self]
         if not isinstance(module, str):
             return f"A module or tap has a name, not {show_value(module)}."
         if module in self._names:
-            cause = "it was not called, or its states did not fit and were dropped, or were cleared"
+            cause = "it was not called, or its states were dropped or cleared"
             return f"There is no state of '{module}': {cause} ({self.counts})."
-        names = f"It is attached to {listed(dict.fromkeys(known))}."
-        return f"The probe is not attached to '{module}'.{nearest(module, known)} {names}"
+        known = sorted({*self._names, *self})
+        hint = f"{nearest(module, known)} It is attached to {listed(known)}."
+        return f"The probe has no module or tap of the name '{module}'.{hint}"
 
     def __repr__(self) -> str:
-        name, modules = printable(self.probe_name), printable(repr(self.modules))
-        return f"<Capture '{name}' of {modules}: {self.counts}>"
+        return f"<Capture '{self.probe_name}' of {self.modules!r}: {self.counts}>"
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the options but for a shared store."""
@@ -443,7 +382,7 @@ class ProbeResults(Mapping[str, Calls]):
 
     def __repr__(self) -> str:
         last = {state.module: state for state in self.capture.states()}
-        lines = "\n".join(f"  {printable(repr(name))}: {state!r}" for name, state in last.items())
+        lines = "\n".join(f"  {name!r}: {state!r}" for name, state in last.items())
         if self.counts.dropped:
             lines += f"\n  # {self.counts.dropped} of {self.counts.captured} states were dropped"
         return f"ProbeResults({{\n{lines}\n}})" if lines else "ProbeResults({})"
@@ -486,10 +425,5 @@ def bytes_of(megabytes: float | None) -> int | None:
     """Return megabytes as bytes."""
     if megabytes is None:
         return None
-    is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
-    if not is_number or not 0 < megabytes <= _MAX_MEGABYTES:
-        raise ConfigError(
-            f"memory_limit_mb is {show_value(megabytes)}; expected a number above 0, or None for "
-            "no limit."
-        )
-    return max(1, int(megabytes * 2**20))
+    check_number("memory_limit_mb", megabytes, 0, is_included=False)
+    return max(1, int(min(megabytes * 2**20, sys.maxsize)))

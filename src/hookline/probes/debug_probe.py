@@ -18,15 +18,12 @@ from hookline.arguments import check_mapping, read_attribute, show_value
 from hookline.errors import ArgumentError, ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
-from hookline.printable import printable
 from hookline.probes.call import Call
-from hookline.probes.extractor import call_user_function
-from hookline.probes.gradient_capture import on_gradient
+from hookline.probes.extractor import call_user_function, on_gradient
 from hookline.probes.probe import Probe
-from hookline.probes.recomputation import recall_call, remember_call
 from hookline.tensors.device_numbers import read_tensors
-from hookline.tensors.finiteness import extremes
 from hookline.tensors.nested import tensors_in
+from hookline.tensors.norms import extremes
 from hookline.tensors.sharded import nested_values
 
 log = logging.getLogger("hookline")
@@ -102,8 +99,7 @@ class Finding:
         call = f", call {self.call}" if self.call else ""
         values = "" if self.low is None else f" (from {self.low:g} to {self.high:g})"
         others = f"; then {len(self.others)} more" if self.others else ""
-        module = printable(self.module)
-        return f"{self.condition}: the {subject} of '{module}'{call}{values}{step}{others}"
+        return f"{self.condition}: the {subject} of '{self.module}'{call}{values}{step}{others}"
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +132,9 @@ class DebugProbe(BuiltIn, Probe):
         action: `warn`; `record` it in `findings` only; `stop` training, or outside of training
             raise `ProbeError`; `break` into the debugger that `breakpoint()` starts if there is a
             terminal, else stop.
-        gradients: Check the gradients of the outputs, too; not in compiled models, and not where a
-            module returns a parameter itself. With a `GradScaler` they are scaled.
+        gradients: Check the gradients of the outputs, too; not in compiled models and reentrant
+            activation checkpointing, and not where a module returns a parameter itself. With a
+            `GradScaler` they are scaled.
         limit: The number of findings after which they are only counted; None for no limit.
         taps: Which of the values that `hookline.tap` names to check, too.
     """
@@ -161,7 +158,6 @@ class DebugProbe(BuiltIn, Probe):
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
-        self.wants_recomputed = gradients
         self._conditions = list(_read_conditions(conditions))
         if not self._conditions:
             raise ConfigError(f"{show_value(conditions)} contains no condition. Give at least one.")
@@ -188,8 +184,11 @@ class DebugProbe(BuiltIn, Probe):
         """Measure the output of a module."""
         if self._gradients:
             self._expect_gradients(call)
-        if not call.recomputed:
-            self._measure(_finding(call, "output"), call.output)
+        self._measure(_finding(call, "output"), call.output)
+        attachment = self.attachment
+        is_outside = attachment is not None and attachment.forward_number is None
+        if is_outside and attachment is not None and attachment.context is None:
+            self.check()  # no end of a forward will come
 
     def _measure(self, finding: Finding, value: Any) -> None:
         measured = _Measured(finding)
@@ -217,13 +216,6 @@ class DebugProbe(BuiltIn, Probe):
                     self.probe_name,
                 )
             return
-        key = (id(self), call.name)
-        if not torch.is_grad_enabled():
-            remember_call(key, call.index)  # the first pass of a reentrant checkpoint
-            return
-        if call.recomputed:
-            call.index = recall_call(key) or 0
-            self._check_after_backward()  # the outer one: the segment has a backward of its own
         for tensor in tensors_in(call.output):
             finding = _finding(call, "gradient")
             on_gradient(tensor, partial(self.call_guarded, self._measure_gradient, finding))
@@ -331,7 +323,8 @@ class DebugProbe(BuiltIn, Probe):
         streams = (sys.stdin, sys.stdout)
         in_terminal = all(stream is not None and stream.isatty() for stream in streams)
         if self._action == "break" and in_terminal:
-            _break(self, finding)
+            print(f"{finding}\nVariables: self, finding. `c` continues, `q` quits.", flush=True)
+            breakpoint()
             return
         if trainer is None:
             raise _FindingError(f"The probe '{self.probe_name}' found {finding}.")
@@ -364,42 +357,33 @@ def _find(
     return None
 
 
-def _break(probe: DebugProbe, finding: Finding) -> None:
-    print(f"{finding}\nVariables: probe, finding. `c` continues, `q` quits.", flush=True)
-    breakpoint()
-
-
 # -- conditions ------------------------------------------------------------------------------------
 
 
-def _read_conditions(given: Conditions) -> Iterator[Condition]:
+def _read_conditions(wanted: Conditions) -> Iterator[Condition]:
     """Yield the conditions that a user gave; None stands for `"nonfinite"`."""
-    if given is None or isinstance(given, str):
-        yield _named(given or "nonfinite", True)
-    elif isinstance(given, Mapping):
-        for name, value in check_mapping("conditions", given).items():
+    if wanted is None or isinstance(wanted, str):
+        yield _named(wanted or "nonfinite", True)
+    elif isinstance(wanted, Mapping):
+        for name, value in check_mapping("conditions", wanted).items():
             if value is not False:
                 yield _named(name, value)
-    elif callable(given):
-        name = read_attribute(given, "__qualname__") or type(given).__qualname__
-        yield Condition(name.rpartition(".<locals>.")[2], function=given)
-    elif isinstance(given, list | tuple) and not any(isinstance(one, list) for one in given):
-        for condition in given:
+    elif callable(wanted):
+        name = read_attribute(wanted, "__qualname__") or type(wanted).__qualname__
+        yield Condition(name.rpartition(".<locals>.")[2], function=wanted)
+    elif isinstance(wanted, list | tuple) and not any(isinstance(one, list) for one in wanted):
+        for condition in wanted:
             yield from _read_conditions(condition)
     else:
         raise ConfigError(
-            f"{show_value(given)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
+            f"{show_value(wanted)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
             "such as {'magnitude': 1e4}, a function of a tensor, or a list of these."
         )
 
 
 def _named(name: str, value: Any) -> Condition:
     if name == "magnitude":
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value <= sys.float_info.max
-        ):
+        if value is True or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ConfigError(
                 f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got "
                 f"{show_value(value)}."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -21,9 +20,9 @@ from hookline.options import BuiltIn
 from hookline.probes.attention import FunctionWatch, heads_of, output_projection
 from hookline.probes.call import Call
 from hookline.probes.capture import Calls, Capture, ProbeResults
-from hookline.probes.captured_state import CapturedState, shape_text
 from hookline.probes.extractor import parse_index
 from hookline.probes.probe import Probe
+from hookline.probes.store import CapturedState, shape_text
 from hookline.tensors.nested import rebuild_mapping, rebuild_sequence
 
 _MAX_DEPTH = 20  # a container may be within itself
@@ -153,9 +152,9 @@ class Edit(BuiltIn, Probe):
         chosen = super().choose(model)
         for name in chosen:
             self._value_for(name)
-        return (
-            chosen if self._head is None else {n: self._projection(n, m) for n, m in chosen.items()}
-        )
+        if self._head is None:
+            return chosen
+        return {name: self._projection(name, module) for name, module in chosen.items()}
 
     def _projection(self, name: str, module: nn.Module) -> nn.Module:
         """Return the module whose input is edited for a head of an attention module."""
@@ -260,16 +259,9 @@ class Edit(BuiltIn, Probe):
 
     def _check_value(self, value: Any) -> Any:
         """Return the value, or for `patch` the values by the names of modules."""
-        operation = self._operation
-        is_valid = isinstance(value, float | torch.Tensor)
-        if isinstance(value, torch.Tensor) and value.is_meta:
-            raise ConfigError(
-                "Edit: the value is a tensor on the device 'meta', which has no data. Give one "
-                "with data, on any other device."
-            )
-        if isinstance(value, int) and not isinstance(value, bool):
-            is_valid = abs(value) <= sys.float_info.max
-        expected = "a number or a tensor"
+        operation, expected = self._operation, "a number or a tensor"
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_valid = is_number or isinstance(value, torch.Tensor)
         if operation == "ablate":
             value = "zero" if value is None else value
             is_valid = isinstance(value, str) and value in ("zero", "mean")
@@ -281,21 +273,17 @@ class Edit(BuiltIn, Probe):
             value = _last_captured(value)
             states = value.values() if isinstance(value, _ByName) else [value]
             is_valid = all(isinstance(state, torch.Tensor | CapturedState) for state in states)
+            for state in states:
+                if isinstance(state, CapturedState):
+                    self._captured_tensor(state)  # raises if it was not captured
             expected = "what hookline.probe returned, a captured state or a tensor"
         if not is_valid:
             raise ConfigError(
                 f"Edit: '{operation}' needs {expected} as its value, not {describe_value(value)}."
             )
-        if isinstance(value, _ByName):
-            return _ByName((name, self._differentiable(state)) for name, state in value.items())
-        return self._differentiable(value)
-
-    def _differentiable(self, value: Any) -> Any:
-        """Return the value, or a copy if autograd cannot use it: it is of inference mode."""
-        tensor = self._captured_tensor(value) if isinstance(value, CapturedState) else value
-        if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+        if isinstance(value, torch.Tensor) and value.is_inference():  # autograd cannot use it
             with torch.inference_mode(False):
-                return tensor.clone()
+                return value.clone()
         return value
 
     def _captured_tensor(self, state: CapturedState) -> torch.Tensor:
@@ -410,11 +398,6 @@ def _describe(value: Any, depth: int = 0) -> Any:
         return [_describe(item, depth + 1) for item in value]
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}(…)"
-    if isinstance(value, slice):
-        start, stop = ("" if end is None else end for end in (value.start, value.stop))
-        return f"{start}:{stop}" + ("" if value.step is None else f":{value.step}")
-    if value is Ellipsis:
-        return "..."
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return read_attribute(value, "__qualname__") or show_value(value)
@@ -506,10 +489,9 @@ def _get_item(value: Any, key: Any, subject: str) -> Any:
             return getattr(value, key)
     elif isinstance(key, str) and not isinstance(value, torch.Tensor) and hasattr(value, key):
         return getattr(value, key)
-    items = f" with {list(value)}" if isinstance(value, Mapping) else ""
-    items = f" of {len(value)}" if isinstance(value, tuple | list) else items
+    size = f" of {len(value)}" if isinstance(value, Mapping | tuple | list) else ""
     raise ProbeError(
-        f"The {subject} has no part {show_value(key)}: it is a {type(value).__name__}{items}."
+        f"The {subject} has no part {show_value(key)}: it is a {type(value).__name__}{size}."
     )
 
 

@@ -1,14 +1,15 @@
-"""Extracts tensors from what flows through a module: a part, reduced, in another dtype or device.
+"""Extracts tensors and their gradients: a part, reduced, in another dtype or on another device.
 
-Nothing here waits for the device. A copy to the CPU that is still under way, and a reference that
-may change later, get a check that runs when they are read: see `LazyState`.
+Nothing here waits for the device. Whoever reads a copy to the CPU waits for it: see `PendingState`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,10 @@ from torch import Tensor
 from hookline.arguments import show_value
 from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
 from hookline.hook import Hook
-from hookline.probes.captured_state import Check, shape_text
+from hookline.probes.store import Store, Wait, shape_text
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
 from hookline.tensors.sharded import nested_values
-
-By = Literal["copy", "reference"]
 
 _Dims = int | tuple[int, ...] | None
 REDUCTIONS: dict[str, Callable[[Tensor, _Dims], Tensor]] = {
@@ -42,7 +41,6 @@ class TensorExtractor:
     def __init__(
         self,
         probe: Hook,
-        by: By = "copy",
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         select: Any = None,
@@ -50,7 +48,6 @@ class TensorExtractor:
         dim: int | list[int] | tuple[int, ...] | None = None,
     ) -> None:
         self._probe = probe
-        self._by: By = by
         self._device = None if device is None else _parse_device(device)
         self._dtype = None if dtype is None else _parse_dtype(dtype)
         is_index = select is not None and not callable(select)
@@ -64,26 +61,20 @@ class TensorExtractor:
         self._dim = tuple(dim) if isinstance(dim, list) else dim
         if dim is not None and not isinstance(reduce, str):
             raise ConfigError("dim needs a named reduction, such as reduce='mean'.")
-        self.is_immediate = by == "copy" and self._device is None
-        """Whether extracted tensors need no check."""
-        self.copies_only = self.is_immediate and dtype is None and select is None and reduce is None
+        self.is_async = self._device is not None and self._device.type == "cpu"
+        """Whether copies from an accelerator arrive later."""
+        self.copies_only = device is None and dtype is None and select is None and reduce is None
         """Whether tensors are copied as they are."""
 
-    def extract(self, value: Any, name: str, *, copy: bool = False) -> tuple[Any, Check | None]:
-        """Return a value with the extracted tensors, and the check to run before reading it.
-
-        With `copy`, tensors are copied in any case, because their memory will be reused.
-        """
+    def extract(self, value: Any, name: str, waits: list[Wait]) -> Any:
+        """Return a value with the extracted tensors, and add to `waits` what is under way."""
         if self.copies_only:
-            return map_tensors(value, copy_tensor), None
-        by: By = "copy" if copy else self._by
-        checks: list[Check] = []
-        extracted = map_tensors(value, lambda t: self._extract_or_explain(t, name, by, checks))
-        return extracted, partial(run_checks, checks) if checks else None
+            return map_tensors(value, copy_tensor)
+        return map_tensors(value, lambda tensor: self._extract_or_explain(tensor, name, waits))
 
-    def _extract_or_explain(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
+    def _extract_or_explain(self, tensor: Tensor, name: str, waits: list[Wait]) -> Tensor:
         try:
-            return self._extract_tensor(tensor, name, by, checks)
+            return self._extract_tensor(tensor, name, waits)
         except (HookFailedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -93,7 +84,7 @@ class TensorExtractor:
                 "choose other modules."
             ) from error
 
-    def _extract_tensor(self, tensor: Tensor, name: str, by: By, checks: list[Check]) -> Tensor:
+    def _extract_tensor(self, tensor: Tensor, name: str, waits: list[Wait]) -> Tensor:
         part = source = tensor.detach()
         if self._select is not None:
             part = self._apply(self._select, part, name, "select")
@@ -102,13 +93,8 @@ class TensorExtractor:
         if self._dtype is not None and part.is_floating_point():
             part = part.to(self._dtype)
         if self._device is not None:
-            part = _move(part, self._device, checks)
-        if not _shares_memory(part, source):
-            return part
-        if by == "copy" or source.is_inference():  # these have no version to check
-            return part.clone()
-        checks.append(_unchanged_check(part, name))
-        return part
+            part = _move(part, self._device, waits)
+        return part.clone() if _shares_memory(part, source) else part
 
     def _apply(self, operation: Any, tensor: Tensor, name: str, option: str) -> Tensor:
         if isinstance(operation, str):
@@ -142,7 +128,7 @@ def copy_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _move(tensor: Tensor, device: torch.device, checks: list[Check]) -> Tensor:
+def _move(tensor: Tensor, device: torch.device, waits: list[Wait]) -> Tensor:
     """Return the tensor on another device, without waiting for the copy."""
     source = tensor.device
     is_async = device.type == "cpu" and source.type in ("cuda", "xpu")
@@ -152,27 +138,8 @@ def _move(tensor: Tensor, device: torch.device, checks: list[Check]) -> Tensor:
     copied.copy_(tensor, non_blocking=True)
     is_done = torch.Event(device=source)
     is_done.record(torch.accelerator.current_stream(source))
-    checks.append(is_done.synchronize)
+    waits.append(is_done.synchronize)
     return copied
-
-
-def _unchanged_check(tensor: Tensor, name: str) -> Check:
-    version = tensor._version
-
-    def check() -> None:
-        if tensor._version != version:
-            raise ProbeError(
-                f"A tensor captured from '{name}' by reference has been changed in place since, so "
-                "its value at the call is lost. Capture it with by='copy'."
-            )
-
-    return check
-
-
-def run_checks(checks: Iterable[Check]) -> None:
-    """Wait for what is still being copied; raise if a reference was changed."""
-    for check in checks:
-        check()
 
 
 def _shares_memory(tensor: Tensor, source: Tensor) -> bool:
@@ -226,7 +193,7 @@ def parse_index(index: Any, option: str) -> Any:
     return index
 
 
-def _parse_part(part: str, given: str) -> Any:
+def _parse_part(part: str, option: str) -> Any:
     if part == "...":
         return Ellipsis
     try:
@@ -238,5 +205,90 @@ def _parse_part(part: str, given: str) -> Any:
     if 2 <= len(numbers) <= 3:
         return slice(*numbers)
     raise ConfigError(
-        f"{given} is not an index: {show_value(part)} is neither a number nor a slice."
+        f"{option} is not an index: {show_value(part)} is neither a number nor a slice."
     )
+
+
+# -- gradients in backward -------------------------------------------------------------------------
+
+
+def on_gradient(tensor: Tensor, callback: Callable[[Tensor], None]) -> None:
+    """Call a function with the gradient of a tensor, in each backward that reaches it.
+
+    A leaf, such as a parameter, is ignored: its hook would never be freed, and its gradient is that
+    of all its uses. Only the graph keeps what this registers, so it is freed with the graph.
+    """
+    if tensor.grad_fn is None:
+        return
+    base, shape = tensor._base, tensor.shape
+    if base is None or not _is_view_of_linear(tensor, base):
+        # The gradient is None for an output of an operation that nothing used.
+        tensor.register_hook(lambda gradient: None if gradient is None else callback(gradient))
+        return
+    # A linear layer returns a view for a sequence. An in-place change of it, as by an activation,
+    # rebuilds its graph from the base on, and the view's hook misses what comes after the change.
+    # Nothing else uses the base, so then its gradient is that of the view.
+    counter = tensor.detach()  # shares the version counter but, after the next line, not the memory
+    counter.data = tensor.new_empty(0)
+    version = counter._version
+
+    def on_view(gradient: Tensor | None) -> None:
+        if gradient is not None and counter._version == version:
+            callback(gradient)
+
+    def on_base(gradient: Tensor | None) -> None:
+        if gradient is not None and counter._version != version:
+            callback(gradient.reshape(shape))
+
+    tensor.register_hook(on_view)
+    base.register_hook(on_base)
+
+
+def _is_view_of_linear(view: Tensor, base: Tensor) -> bool:
+    """Return whether a linear layer made the view, so that nothing else uses its base."""
+    view_fn, base_fn = view.grad_fn, base.grad_fn
+    return (
+        view_fn is not None
+        and base_fn is not None
+        and view_fn.name() in ("ViewBackward0", "UnsafeViewBackward0")
+        and view_fn.next_functions[0][0] is base_fn
+        and base_fn.name() == "AddmmBackward0"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Placeholder:
+    """Takes the place of a tensor whose gradient is expected."""
+
+    tensor_id: int
+
+
+@dataclass(slots=True, eq=False)
+class OutputGradients:
+    """The gradients of one output, which are added to the state of its call in backward."""
+
+    name: str  # the module's
+    extractor: TensorExtractor
+    store: Store
+    key: int  # the state's key in the store
+    guard: Callable[..., Any]
+    structure: Any = None  # of the output, with placeholders
+    gradients: dict[int, Any] = field(default_factory=dict[int, Any])
+    lock: threading.Lock = field(default_factory=threading.Lock)  # backward has several threads
+
+    def expect(self, output: Any, tensors: list[Tensor]) -> None:
+        """Wait for the gradients of some tensors in what a module returned."""
+        self.structure = map_tensors(output, lambda tensor: _Placeholder(id(tensor)))
+        for tensor_id, tensor in {id(tensor): tensor for tensor in tensors}.items():
+            on_gradient(tensor, partial(self.guard, self._add, tensor_id))
+
+    def _add(self, tensor_id: int, gradient: Tensor) -> None:
+        """Add the gradient of one tensor; those that are not there yet are None."""
+        waits: list[Wait] = []
+        with self.lock:
+            self.gradients[tensor_id] = self.extractor.extract(gradient, self.name, waits)
+            gradients = map_tensors(
+                self.structure, lambda p: self.gradients.get(p.tensor_id), leaf=_Placeholder
+            )
+            if not self.store.add_gradient(self.key, gradients, waits):
+                self.gradients.clear()  # the state was dropped: free what cannot be read

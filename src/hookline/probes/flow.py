@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hookline.errors import ProbeError
-from hookline.hook import HookGroup
-from hookline.options import BuiltIn
-from hookline.printable import printable
-from hookline.probes.call import Call
-from hookline.probes.gradient_capture import on_gradient
 from hookline.probes.module_selection import Which, clean_names, select
-from hookline.probes.probe import Probe
 from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.full_tensor import require_all_ranks
-from hookline.tensors.global_norm import reduce_sum
-from hookline.tensors.nested import tensors_in
+from hookline.tensors.norms import reduce_sum
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 from hookline.text_tables import format_table
 
@@ -73,9 +64,7 @@ class Flow:
         lines = [format_table(names, [_texts(row) for row in self.rows], right=range(1, 5))]
         bad = next((row for row in self.rows if row.problem), None)
         if bad is not None:
-            lines.append(
-                f"The first layer with a problem: '{printable(bad.layer)}' ({bad.problem})."
-            )
+            lines.append(f"The first layer with a problem: '{bad.layer}' ({bad.problem}).")
         return "\n".join(lines)
 
 
@@ -108,59 +97,6 @@ def gradient_flow(
             gradients[name] = [p.grad for p in own if p.grad is not None]
     measured = _sums_of_all_ranks({name: gradients[name] for name in reversed(gradients)})
     return Flow(list(_rows(measured, vanishing, exploding)))
-
-
-class GradientFlow(BuiltIn, Probe):
-    """Measures the gradients of modules' outputs and shows them as a table.
-
-    `table()` has those of the last forward's backward, in the order in which they were computed. It
-    has none of compiled models, and none of a parameter that a module returns itself.
-
-    Args:
-        modules: Which modules to measure, as for every probe.
-        vanishing: A gradient vanishes if its norm is below this fraction of the first one's.
-        exploding: It explodes if its norm is above this multiple of the first one's.
-    """
-
-    cost = "Three passes over the gradient of each output; one transfer for each table."
-    hookline_group = HookGroup.MONITOR
-    wants_input = False
-    wants_recomputed = True  # a reentrant checkpoint has its graph there
-    probe_name = "gradient_flow"
-
-    def __init__(
-        self, modules: Any = "**", vanishing: float = 1e-4, exploding: float = 1e4
-    ) -> None:
-        super().__init__(modules)
-        self._vanishing = vanishing
-        self._exploding = exploding
-        self._sums: dict[str, Tensor] = {}
-        self._starts_over = False
-
-    def forward_start(self) -> None:
-        """Have the next backward replace the table."""
-        self._starts_over = True
-
-    def after(self, call: Call) -> None:
-        """Have the gradients of a module's output measured."""
-        if call.compiled:
-            raise ProbeError(
-                f"'{call.name}' is compiled, so the gradients of its outputs cannot be seen. Use "
-                "hookline.probes.gradient_flow(model), which shows those of the parameters."
-            )
-        for tensor in tensors_in(call.output):
-            on_gradient(tensor, partial(self.call_guarded, self._add, call.name))
-
-    def _add(self, name: str, gradient: Tensor) -> None:
-        if self._starts_over:
-            self._starts_over, self._sums = False, {}
-        sums = _sums(gradient)
-        if sums is not None:
-            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
-
-    def table(self) -> Flow:
-        """Return the table. This waits for the device, once."""
-        return Flow(list(_rows(self._sums, self._vanishing, self._exploding)))
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,22 +9,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hookline.arguments import show_value
+from hookline.arguments import check_flag, check_instance, check_name, check_whole_number
 from hookline.dispatch import HookManager as Dispatch
-from hookline.errors import ConfigError, HookFailedError, NameTakenError, ProbeError, listed
+from hookline.errors import HookFailedError, NameTakenError, ProbeError, listed
 from hookline.interrupts import HeldInterrupts
-from hookline.probes.attachment import WHY_UNCALLED, Attachment
-from hookline.probes.capture import MAX_CAPTURED_STATES, Capture, bytes_of
-from hookline.probes.captured_state import CapturedState
-from hookline.probes.probe import ForwardSchedule, Probe
-from hookline.probes.store import Counts, Store, check_limit
+from hookline.probes.attachment import Attachment
+from hookline.probes.capture import Capture, bytes_of
+from hookline.probes.probe import Probe
+from hookline.probes.store import MAX_CAPTURED_STATES, CapturedState, Counts, Store
 from hookline.probes.sync import arrange_probes
-from hookline.tensors.module_classes import module_class
+from hookline.tensors.name_patterns import module_class
 
 if TYPE_CHECKING:
     from hookline.probes.edit import Operation
-
-log = logging.getLogger("hookline")
 
 P = TypeVar("P", bound=Probe)
 
@@ -65,7 +61,7 @@ class _ModuleProbe:
     probe: Probe
     module: torch.nn.Module
     kind: str
-    every: int | None
+    every: int
 
 
 class Probes:
@@ -102,11 +98,9 @@ class Probes:
         memory_limit_mb: float | None = 1024,
         enable_intervention: bool = False,
     ) -> None:
-        if not isinstance(enable_intervention, bool):
-            raise ConfigError(
-                f"enable_intervention is True or False, not {show_value(enable_intervention)}."
-            )
-        check_limit("max_captured_states", max_captured_states)
+        check_flag("enable_intervention", enable_intervention)
+        if max_captured_states is not None:
+            check_whole_number("max_captured_states", max_captured_states, 1)
         self.enable_intervention = enable_intervention
         memory_limit = bytes_of(memory_limit_mb)
         self._store = Store(max_captured_states, memory_limit, cleanup_interval)
@@ -189,8 +183,7 @@ class Probes:
         self, module: torch.nn.Module, hook_id: str, probe: Probe, every: int | None = None
     ) -> str:
         """Register a probe on a module, whatever its own `modules` are, and return the id."""
-        if not isinstance(probe, Probe):
-            raise ProbeError(f"'{hook_id}': expected a Probe, got a {type(probe).__name__}.")
+        check_instance(f"'{hook_id}': probe", probe, Probe, "a Probe")
         if probe.attachment is not None:
             raise ProbeError(
                 f"'{hook_id}': this probe is attached to a module already. Make another instance."
@@ -199,12 +192,28 @@ class Probes:
             self._check_intervention(hook_id)
         return self._register(module, hook_id, "probe", lambda _: probe, {"every": every})
 
+    def _check_intervention(self, hook_id: str) -> None:
+        if not self.enable_intervention:
+            raise ProbeError(
+                f"'{hook_id}' edits what flows through the module, and this manager does not allow "
+                f"edits. To allow them: {type(self).__name__}(enable_intervention=True)."
+            )
+
     def _register(
         self, module: Any, hook_id: Any, kind: str, make: Callable[..., Probe], options: Any
     ) -> str:
         with self._lock, HeldInterrupts():
-            self._check_new(module, hook_id)
+            if self._closed:
+                raise ProbeError("This manager is closed. Make a new one.")
+            check_name("hook_id", hook_id)
+            check_instance(f"'{hook_id}': module", module, torch.nn.Module, "a torch.nn.Module")
+            if hook_id in self._registered:
+                raise NameTakenError(
+                    f"There is a hook '{hook_id}' already. Choose another hook_id, or remove it "
+                    f"first: remove_hook('{hook_id}')."
+                )
             every = options.pop("every", None)
+            every = 1 if every is None else every
             probe = make(module, **options)
             probe.probe_name = hook_id
             self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
@@ -213,29 +222,6 @@ class Probes:
             except BaseException:
                 del self._registered[hook_id]
                 raise
-
-    def _check_new(self, module: Any, hook_id: Any) -> None:
-        if self._closed:
-            raise ProbeError("This manager is closed. Make a new one.")
-        if not isinstance(hook_id, str) or not hook_id:
-            raise ProbeError(
-                f"hook_id must be a string that is not empty, not {show_value(hook_id)}."
-            )
-        if not isinstance(module, torch.nn.Module):
-            described = "None" if module is None else f"a {type(module).__name__}"
-            raise ProbeError(f"'{hook_id}': expected a torch.nn.Module, got {described}.")
-        if hook_id in self._registered:
-            raise NameTakenError(
-                f"There is a hook '{hook_id}' already. Choose another hook_id, or remove it first: "
-                f"remove_hook('{hook_id}')."
-            )
-
-    def _check_intervention(self, hook_id: str) -> None:
-        if not self.enable_intervention:
-            raise ProbeError(
-                f"'{hook_id}' edits what flows through the module, and this manager does not allow "
-                f"edits. To allow them: {type(self).__name__}(enable_intervention=True)."
-            )
 
     # -- removing and toggling --------------------------------------------------------------------
 
@@ -265,9 +251,10 @@ class Probes:
         """Remove all hooks and free everything; the manager cannot be used afterwards."""
         with self._lock:
             self._closed = True
-            self._warn_uncalled()
+            for entry in self._registered.values():
+                if entry.probe.attachment is not None and entry.probe.attachment.enabled:
+                    entry.probe.attachment.check_calls()
             self.clear_hooks()
-            self._store.close()
 
     def __enter__(self) -> Probes:
         return self
@@ -287,6 +274,7 @@ class Probes:
                 if enabled and probe.attachment is None:  # each call of the module is a forward
                     guard = self._make_guard(name, entry)
                     probe.attachment = Attachment(probe, {name: entry.module}, guard=guard)
+                    probe.attachment.schedule(entry.every)
                 if probe.attachment is not None:
                     attached.append(probe.attachment)
                     (probe.attachment.enable if enabled else probe.attachment.disable)()
@@ -307,19 +295,7 @@ class Probes:
                 _free_states(entry.probe)
             return returned
 
-        if entry.every is None or entry.every == 1:
-            return guard
-        return ForwardSchedule(entry.probe, entry.every, guard)
-
-    def _warn_uncalled(self) -> None:
-        """Log the enabled probes whose module was never called, with the likely cause."""
-        uncalled = [
-            name
-            for name, entry in self._registered.items()
-            if (attachment := entry.probe.attachment) and attachment.enabled and attachment.uncalled
-        ]
-        if uncalled:
-            log.warning("No call was seen of the module of %s. %s", listed(uncalled), WHY_UNCALLED)
+        return guard
 
     # -- results ----------------------------------------------------------------------------------
 

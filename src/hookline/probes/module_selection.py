@@ -12,7 +12,6 @@ from torch import nn
 
 from hookline.arguments import show_value
 from hookline.errors import ConfigError, listed
-from hookline.tensors.module_classes import module_class
 from hookline.tensors.name_patterns import (
     ModulePlace,
     clean_name,
@@ -20,6 +19,7 @@ from hookline.tensors.name_patterns import (
     explain_mismatch,
     list_names,
     matches_glob,
+    module_class,
     module_places,
 )
 
@@ -42,22 +42,13 @@ def check_model(model: Any) -> None:
 def clean_names(model: nn.Module) -> dict[str, nn.Module]:
     """Return the model's modules by name, in the model's order; the model itself is `""`.
 
-    Wrappers are omitted. A tied module is there once, under its first name; see `aliases`.
+    Wrappers are omitted. A tied module is there once, under its first name.
     """
     modules: dict[int, ModulePlace] = {}
     for place in _places(model):
         if not place.is_wrapper:
             modules.setdefault(id(place.module), place)
     return {place.name: place.module for place in modules.values()}
-
-
-def aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Return the other names of each tied module, by its first name."""
-    names: dict[int, list[str]] = {}
-    for place in _places(model):
-        if not place.is_wrapper:
-            names.setdefault(id(place.module), []).append(place.name)
-    return {first: others for first, *others in names.values() if others}
 
 
 def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from pydantic import Field, PositiveInt
-from torch import Tensor, nn
+from pydantic import PositiveInt
+from torch import Tensor
 
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.hook import HookGroup
@@ -23,21 +23,20 @@ from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.running_statistics import (
     ActiveUnits,
-    Bounds,
     Histograms,
     RunningSums,
     Totals,
     unit_dimension,
 )
 from hookline.tensors.sharded import local, nested_values
-from hookline.tensors.timing import BackwardTimes, Span, Times, graph_position, record_time
+from hookline.tensors.timing import Times, record_time
 
 T = TypeVar("T")
 
 DEFAULT_METRICS = ("mean", "std", "min", "max", "zeros", "nonfinite", "norm")
 METRICS = (
     *DEFAULT_METRICS,
-    *("histogram", "dead", "saturation", "forward_time_ms", "backward_time_ms", "memory"),
+    *("histogram", "dead", "forward_time_ms", "memory"),
 )
 
 _FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
@@ -48,7 +47,6 @@ _FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
     "zeros": lambda totals: (totals.size - totals.nonzero) / totals.size,
     "nonfinite": lambda totals: totals.size - totals.finite,
     "norm": lambda totals: totals.norm,
-    "saturation": lambda totals: totals.saturated / totals.size,
 }
 
 
@@ -72,17 +70,12 @@ class Monitor(BuiltIn, Probe):
     | `nonfinite` | the number of values that are NaN or infinite |
     | `histogram` | counts in bins of equal width on a logarithmic scale, the same in each report |
     | `dead` | the fraction of units whose values were all zero |
-    | `saturation` | the fraction of values near the bounds of the module's output |
-    | `forward_time_ms` | of all calls together, without the monitor's own time |
-    | `backward_time_ms` | of all backwards together, including recomputation |
+    | `forward_time_ms` | of all calls together; with what measuring modules within it takes |
     | `memory` | bytes that a call allocates and that are still in use after it; the largest call |
 
     Units are along the last dimension, in the outputs of convolutions and other outputs of more
-    than three dimensions along the channels. `saturation` knows the bounds of PyTorch's own
-    activations; for other modules they are plus and minus the largest magnitude in the tensor.
-    `memory` is measured on CUDA; elsewhere, and in compiled models, it is the size of the output.
-    There are no times in compiled models, and no backward times within reentrant activation
-    checkpointing.
+    than three dimensions along the channels. `memory` is measured on CUDA; elsewhere, and in
+    compiled models, it is the size of the output. There are no times in compiled models.
 
     Args:
         modules: Which modules: names, globs, regular expressions, types, predicates, or modules
@@ -92,9 +85,6 @@ class Monitor(BuiltIn, Probe):
         functions: Custom metrics, by name: functions that take a tensor and return a number or a
             tensor with one element. Their values are averaged over tensors and calls. They must not
             change the tensor or use the random numbers of training.
-        saturated_at: A value is saturated if it is further from the middle between the bounds than
-            this fraction of the distance to them.
-        bounds: The bounds that `saturation` uses for all modules; by default those it knows.
         bins: How many bins a histogram has for each doubling of the magnitude.
         unit_dim: The dimension of units, for `dead`; None for the one described above.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
@@ -111,7 +101,7 @@ class Monitor(BuiltIn, Probe):
     wants_input = False
     _results = (
         *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
-        *("_step", "_forward", "_backward"),
+        *("_step", "_forward"),
     )
 
     def __init__(
@@ -121,8 +111,6 @@ class Monitor(BuiltIn, Probe):
         *,
         prefix: str = "probes",
         functions: Mapping[str, Callable[..., Any]] | None = None,
-        saturated_at: Annotated[float, Field(gt=0, lt=1)] = 0.97,
-        bounds: tuple[float, float] | None = None,
         bins: PositiveInt = 4,
         unit_dim: int | None = None,
         taps: list[str] | tuple[str, ...] = (),
@@ -133,17 +121,14 @@ class Monitor(BuiltIn, Probe):
         self.metrics = tuple(dict.fromkeys(metrics))
         self.functions = dict(functions or {})
         self.prefix = prefix
-        self.saturated_at = saturated_at
-        self.bounds = bounds
         self.bins = bins
         self.unit_dim = unit_dim
         self._check_options()
         wanted = set(self.metrics)
         self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
         self._times_forward = "forward_time_ms" in wanted
-        self._times_backward = "backward_time_ms" in wanted
         self._measures_memory = "memory" in wanted
-        self.wants_before = self._times_forward or self._times_backward or self._measures_memory
+        self.wants_before = self._times_forward or self._measures_memory
         self._reset_results()
 
     def _check_options(self) -> None:
@@ -160,8 +145,6 @@ class Monitor(BuiltIn, Probe):
                 )
         if not self.metrics and not self.functions:
             raise ConfigError("Monitor has nothing to measure. Give metrics or functions.")
-        if self.bounds is not None and not self.bounds[0] < self.bounds[1]:
-            raise ConfigError(f"Monitor: bounds must go from low to high, not {self.bounds}.")
 
     def _reset_results(self) -> None:
         self._lock = Lock()
@@ -176,24 +159,18 @@ class Monitor(BuiltIn, Probe):
             spread=bool(wanted & {"std", "norm"}),
             extremes=bool(wanted & {"min", "max"}),
             zeros="zeros" in wanted,
-            saturated_at=self.saturated_at if "saturation" in wanted else None,
         )
         self._histograms = Histograms(self.bins) if "histogram" in wanted else None
         self._alive = ActiveUnits() if "dead" in wanted else None
         self._custom: dict[tuple[str, str], _Mean] = {}
         self._memory: dict[str, int] = {}
-        self._forward, self._backward = Times(), BackwardTimes()
+        self._forward = Times()
 
     def before(self, call: Call) -> None:
         """Read the time and memory before a module runs; called only if these are measured."""
         device = _device_of(call)
-        start = call.saved = _Start()
-        if self._measures_memory:
-            start.memory = _allocated(device)
-        if self._times_backward:
-            start.position = graph_position()
-        if self._times_forward:
-            start.span = Span(call.name, device)
+        memory = _allocated(device) if self._measures_memory else None
+        call.saved = (device, memory, record_time(device))
 
     def after(self, call: Call) -> None:
         """Measure the output of a module, without waiting for the device."""
@@ -206,29 +183,16 @@ class Monitor(BuiltIn, Probe):
             tensors = [output]
         else:  # it may contain the same one in several places
             tensors = list({id(tensor): tensor for tensor in tensors_in(output)}.values())
-        if not self.wants_before:
-            self._measure(call, tensors)
-            return
-        device = tensors[0].device if tensors else None
-        begin = record_time(device)
-        self._measure_cost(call, tensors)
+        if self.wants_before:
+            self._measure_cost(call, tensors)
         self._measure(call, tensors)
-        if self._times_forward and self.attachment is not None:
-            end = record_time(device)
-            for outer in self.attachment.running_calls:
-                if outer.saved is not None and outer.saved.span is not None:
-                    outer.saved.span.pause(begin, end)
 
     def _measure_cost(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Measure the time and memory of a call; in compiled models only the output's size."""
-        start: _Start | None = call.saved
-        if start is not None and start.span is not None:
-            start.span.end = record_time(start.span.device)
-            self._forward.add(start.span)
-        if start is not None and self._times_backward:
-            self._backward.watch(call.name, tensors, start.position)
+        device, before, begin = call.saved or (None, None, None)
+        if begin is not None and self._times_forward:
+            self._forward.add(call.name, begin, record_time(device))
         if self._measures_memory:
-            before = None if start is None else start.memory
             now = None if before is None or not tensors else _allocated(tensors[0].device)
             if before is None or now is None:
                 size = sum(tensor.nbytes for tensor in tensors if tensor.layout is torch.strided)
@@ -248,7 +212,7 @@ class Monitor(BuiltIn, Probe):
             if tensor is None:
                 continue
             if self._sums_wanted:
-                self._sums.add(number, tensor, self._bounds_of(call.module))
+                self._sums.add(number, tensor)
             if self._histograms is not None:
                 self._histograms.add(name, tensor)
             if self._alive is not None:
@@ -257,11 +221,6 @@ class Monitor(BuiltIn, Probe):
                 self._alive.add(name, position, tensor, dim)
             if self.functions:
                 self._call_functions(name, tensor)
-
-    def _bounds_of(self, module: nn.Module | None) -> Bounds:
-        if "saturation" not in self.metrics:
-            return None
-        return self.bounds if self.bounds is not None else _known_bounds(module)
 
     def _call_functions(self, module: str, tensor: Tensor) -> None:
         for name, function in self.functions.items():
@@ -325,7 +284,6 @@ class Monitor(BuiltIn, Probe):
             found[name][metric] = next(read)
         costs: dict[str, Mapping[str, float]] = {
             "forward_time_ms": source(self._forward).take(),
-            "backward_time_ms": source(self._backward).take(),
             "memory": memory,
         }
         for metric, values in costs.items():
@@ -365,15 +323,6 @@ class _Mean:
         self.calls += 1
 
 
-@dataclass(slots=True)
-class _Start:
-    """The state at the start of a module's call."""
-
-    span: Span | None = None
-    position: int = 0
-    memory: int | None = None
-
-
 def _device_of(call: Call) -> torch.device | None:
     """Return the device that a module is about to compute on."""
     for tensor in tensors_in((call.args, call.kwargs)):
@@ -399,17 +348,6 @@ def _measurable(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested:
         tensor = nested_values(tensor)
     return tensor if tensor.layout is torch.strided else None
-
-
-def _known_bounds(module: nn.Module | None) -> Bounds:
-    """Return the bounds of the output of PyTorch's own bounded activations."""
-    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
-        return float(module.min_val), float(module.max_val)
-    if isinstance(module, nn.Tanh | nn.Softsign):
-        return -1.0, 1.0
-    if isinstance(module, nn.Sigmoid | nn.Hardsigmoid):
-        return 0.0, 1.0
-    return None
 
 
 def _one_number(value: Any, name: str, module: str) -> Any:

@@ -1,24 +1,19 @@
-"""Probe: the base of what captures, measures, checks or edits the inputs and outputs of modules.
-
-Outside of training, where there are no steps to count, a `ForwardSchedule` counts forwards.
-"""
+"""Probe: the base of what captures, measures, checks or edits the inputs and outputs of modules."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
 
-from hookline.arguments import check_name, check_whole_number
+from hookline.arguments import check_name
 from hookline.errors import ConfigError, ProbeError
 from hookline.hook import Hook
 from hookline.interrupts import HeldInterrupts
 from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, check_model, select
-from hookline.probes.recomputation import recall_call, remember_call
 from hookline.probes.taps import check_taps
 
 
@@ -54,21 +49,17 @@ class Probe(Hook):
     wants_input: bool = True
     """Whether it reads `call.args` or `call.kwargs`; this has a cost in a compiled model."""
 
-    wants_recomputed: bool = False
-    """Whether it sees calls that are recomputed in backward, too (`call.recomputed`)."""
-
     modules: Which | None = ""
     taps: Sequence[str] = ()
     attachment: Attachment | None = None
     probe_name: str = "probe"
-    wants_forward_start = False
     wants_forward_end = False
     _results: ClassVar[tuple[str, ...]] = ()
     """The attributes that a copy does not get, but sets anew with `_reset_results`."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for method in ("before", "forward_start", "forward_end"):
+        for method in ("before", "forward_end"):
             is_implemented = getattr(cls, method) is not getattr(Probe, method)
             if is_implemented and f"wants_{method}" not in vars(cls):
                 setattr(cls, f"wants_{method}", True)
@@ -86,9 +77,6 @@ class Probe(Hook):
     def after(self, call: Call) -> Any:
         """Called after a module has run. An edit may return what replaces `call.output`."""
         return None
-
-    def forward_start(self) -> None:
-        """Called when the model's outermost call begins, but not in a recomputation."""
 
     def forward_end(self) -> None:
         """Called when the model's outermost call has ended without an error."""
@@ -117,8 +105,9 @@ class Probe(Hook):
         Args:
             model: The model.
             name: The probe's name in messages and captured states.
-            every: See only the forwards N, 2N, 3N … of the model. During training the schedule
-                counts steps and belongs to the registration: `trainer.add_hook(probe, every=N)`.
+            every: See only the forwards N, 2N, 3N … of the model, and all calls of its modules
+                outside of its own forward. During training the schedule counts steps and belongs
+                to the registration: `trainer.add_hook(probe, every=N)`.
             context: Has `step` and `epoch` during training.
             guard: Calls the probe's methods; by default they are called directly.
         """
@@ -134,7 +123,7 @@ class Probe(Hook):
                     self.attachment = Attachment(self, sites, model, context, guard, self.taps)
                 attachment = self.attachment
                 if every is not None:
-                    attachment.guard = ForwardSchedule(self, every, attachment.call_directly)
+                    attachment.schedule(every)
                 attachment.enable()
         except BaseException:
             self.detach()
@@ -188,53 +177,3 @@ class Probe(Hook):
 
     def _reset_results(self) -> None:
         """Set the attributes of `_results` as a new probe has them."""
-
-
-class ForwardSchedule:
-    """Calls a probe in the forwards N, 2N, 3N … of the model; the `guard` of an attachment.
-
-    A forward is due or not as a whole, with all calls of all modules in it. Where the model's own
-    call is not seen (`model.forward(x)`, a submodule called directly), each call of a module counts
-    as a forward. `guard` calls the probe when it is due.
-    """
-
-    def __init__(self, probe: Probe, every: int, guard: Callable[..., Any]) -> None:
-        check_whole_number("every", every, 1)
-        self._probe = probe
-        self._every = every
-        self._guard = guard
-        self._direct_calls: Counter[str] = Counter()  # that have ended, by module
-        self._last_due = True  # whether the last of them was due
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the probe with these arguments, if it is due."""
-        is_after = function.__name__ == "after"
-        if is_after or function.__name__ == "before":
-            due = self._is_due(args[0], is_after=is_after)
-        elif args:
-            due = True  # a gradient of a call that was due
-        else:  # the start or end of a forward
-            forward_due = self._is_forward_due()
-            due = self._last_due if forward_due is None else forward_due
-        return self._guard(function, *args) if due else None
-
-    def _is_due(self, call: Call, *, is_after: bool) -> bool:
-        # Reentrant checkpointing runs a segment without gradients first, and again in backward.
-        key = self, call.name
-        if call.recomputed:
-            return not is_after or recall_call(key) is not False
-        due = self._is_forward_due()
-        if due is None:
-            number = self._direct_calls[call.name] + 1
-            due = self._last_due = number % self._every == 0
-            if is_after:
-                self._direct_calls[call.name] = number
-        if is_after and self._probe.wants_recomputed and not torch.is_grad_enabled():
-            remember_call(key, due)
-        return due
-
-    def _is_forward_due(self) -> bool | None:
-        """Return whether the forward in progress is due, or None if there is none."""
-        attachment = self._probe.attachment
-        number = None if attachment is None else attachment.forward_number
-        return None if number is None else number % self._every == 0

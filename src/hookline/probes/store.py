@@ -1,23 +1,160 @@
-"""The store of captured states: keeps them within limits and counts what did not fit."""
+"""The store of captured states: keeps them within limits and counts what did not fit.
+
+A captured state is a module's input, output and gradient in one call.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import time as _time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import count
 from threading import RLock
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
-from hookline.arguments import show_value
-from hookline.errors import ConfigError, HooklineError
-from hookline.probes.captured_state import CapturedState
+from torch import Tensor
+
+from hookline.arguments import check_whole_number
 from hookline.tensors.memory import storages
+from hookline.tensors.nested import tensors_in
 
 log = logging.getLogger("hookline")
+
+MAX_CAPTURED_STATES = 1000
+"""The default of a manager of probes, over all its hooks."""
+
+CONTENTS = ("input", "kwargs", "output", "gradient")
+"""The fields that hold what was captured; the others say where and when."""
+
+Wait = Callable[[], None]
+"""Waits until a copy from a device has arrived."""
+
+
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
+class CapturedState(Mapping[str, Any]):
+    """The captured contents of one call of a module. Also a mapping: `state["output"]`.
+
+    Tensors are where they were: in tuples, dicts, objects and so on. What was not captured is None.
+
+    Args:
+        module: The module's name.
+        probe: The probe's name.
+        step: The number of optimizer steps completed before the call; None outside of training.
+        epoch: The epoch; None outside of training.
+        call: The number of the module's call, from 0, within the model's outermost call; in
+            training where that is not seen, within the step. For a manager each module is a model
+            of its own, so there it is 0 unless the module calls itself.
+        layer_idx: The layer's number, as given to the probe, or the first in the module's name.
+        time: When, in seconds since 1970.
+        input: The positional arguments.
+        kwargs: The keyword arguments.
+        output: What the module returned.
+        gradient: The gradient of the output.
+    """
+
+    module: str
+    probe: str = ""
+    step: int | None = None
+    epoch: int | None = None
+    call: int = 0
+    layer_idx: int | None = None
+    time: float = field(default_factory=_time.time)
+    input: Any = None
+    kwargs: Any = None
+    output: Any = None
+    gradient: Any = None
+
+    def contents(self) -> tuple[Any, ...]:
+        """Return what was captured, in the order of `CONTENTS`, without waiting."""
+        return self.input, self.kwargs, self.output, self.gradient
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors within, each as often as it occurs."""
+        return tensors_in(self.contents())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the state keeps alive: whole storages, also of views, each once."""
+        return sum(size for size, _ in storages(self.contents()).values())
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_FIELDS)
+
+    def __len__(self) -> int:
+        return len(_FIELDS)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # that of Mapping would compare tensors
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        names = ("probe", "step", "epoch", "call", "layer_idx")
+        where = [f"{name}={self[name]!r}" for name in names if self[name] is not None]
+        values = zip(CONTENTS, self.contents(), strict=True)
+        captured = [f"{name}={_with_shapes(value)}" for name, value in values if value is not None]
+        return f"CapturedState({', '.join([repr(self.module), *where, *captured])})"
+
+
+_FIELDS = {f.name: None for f in fields(CapturedState)}
+
+
+class PendingState(CapturedState):
+    """A state with copies that are under way from a device: whoever reads its contents waits."""
+
+    __slots__ = ("waits",)
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self.waits: list[Wait] = []
+        super().__init__(*args, **fields)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in CONTENTS:
+            while self.waits:
+                self.waits.pop()()
+        return super().__getattribute__(name)
+
+    def contents(self) -> tuple[Any, ...]:
+        """Return what was captured, without waiting."""
+        return tuple(super(PendingState, self).__getattribute__(name) for name in CONTENTS)
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy as a plain state."""
+        return CapturedState, tuple(self.values())
+
+
+def shape_text(tensor: Any) -> str:
+    """Return dtype and shape of a tensor as text: `float32[2, 3]`."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if getattr(tensor, "is_nested", False):  # it has no shape, or one with symbols
+        return f"nested {dtype}[{tensor.size(0)}, …]"
+    return f"{dtype}{list(tensor.shape)}"
+
+
+def _with_shapes(value: Any) -> str:
+    """Return the repr of a value with shapes instead of tensors."""
+    if isinstance(value, Tensor):
+        return shape_text(value)
+    if type(value) in (tuple, list):
+        inside = ", ".join(map(_with_shapes, value))
+        one = "," if len(value) == 1 else ""
+        return f"[{inside}]" if type(value) is list else f"({inside}{one})"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_with_shapes(v)}' for key, v in value.items())}}}"
+    shapes = ", ".join(map(shape_text, tensors_in(value)))
+    return f"<{type(value).__name__} of {shapes}>" if shapes else repr(value)
+
+
+# -- the store -----------------------------------------------------------------------------------
 
 
 class Counts(NamedTuple):
@@ -39,7 +176,7 @@ _Storages = Mapping[Any, tuple[int, Any]]
 class _Stored(NamedTuple):
     """A state in the store. The storages keep the memory alive, so no address is counted twice."""
 
-    probe: str
+    probe: Hashable
     state: CapturedState
     held: _Storages
 
@@ -49,16 +186,13 @@ class _ProbeCounts:
     """The numbers of states of one probe."""
 
     captured: int = 0
+    dropped: int = 0
     cleared: int = 0
-    too_large: int = 0  # dropped, because one alone exceeds the limit on bytes
-    over_memory: int = 0  # dropped later, because of that limit
-    over_states: int = 0  # because of the limit on their number
     warned: bool = False
 
     def counts(self) -> Counts:
-        dropped = self.too_large + self.over_memory + self.over_states
-        kept = self.captured - dropped - self.cleared
-        return Counts(self.captured, kept, dropped, self.cleared)
+        kept = self.captured - self.dropped - self.cleared
+        return Counts(self.captured, kept, self.dropped, self.cleared)
 
 
 class Store:
@@ -82,9 +216,10 @@ class Store:
         memory_limit: int | None = None,
         cleanup_interval: int = 1,
     ) -> None:
-        check_limit("max_states", max_states)
-        check_limit("memory_limit", memory_limit)
-        check_limit("cleanup_interval", cleanup_interval, optional=False)
+        for name, limit in (("max_states", max_states), ("memory_limit", memory_limit)):
+            if limit is not None:
+                check_whole_number(name, limit, 1)
+        check_whole_number("cleanup_interval", cleanup_interval, 1)
         self.max_states = max_states
         self.memory_limit = memory_limit
         self.cleanup_interval = cleanup_interval
@@ -94,48 +229,30 @@ class Store:
         self._nbytes = 0
         self._holders: dict[Any, int] = {}  # the number of states, by storage
         self._stored: OrderedDict[int, _Stored] = OrderedDict()  # by key, oldest first
-        self._counts: dict[str, _ProbeCounts] = {}
+        self._counts: dict[Hashable, _ProbeCounts] = {}
         self._keys = count()
-        self._closed = False
-        self._owners: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
     # -- adding
 
-    def unique_name(self, name: str, owner: Any) -> str:
-        """Return a name that no other owner has here: this one, or one with a number."""
-        with self._lock:
-            unique, number = name, 1
-            while self._owners.get(unique, owner) is not owner:
-                number += 1
-                unique = f"{name}_{number}"
-            self._owners[unique] = owner
-            return unique
-
-    def add(self, probe: str, state: CapturedState) -> int:
-        """Keep a state, make room for it, and return its key, also if it was dropped."""
+    def add(self, probe: Hashable, state: CapturedState) -> int:
+        """Keep a probe's state, make room for it, and return its key, also if it was dropped."""
         held = storages(state.contents())
-        nbytes = 0
-        for size, _ in held.values():  # faster than `sum`, at each capture
-            nbytes += size
         with self._lock:
-            if self._closed:
-                raise HooklineError("This store of captured states is closed. Create a new one.")
             counts = self._counts.get(probe)
             if counts is None:
                 counts = self._counts[probe] = _ProbeCounts()
             counts.captured += 1
             key = next(self._keys)
-            if nbytes > self._limit:
-                counts.too_large += 1
-                problem = f"has {nbytes} bytes, but memory_limit is {self._limit}. It was dropped"
-                self._warn(probe, problem)
-                return key
-            self._hold(held)
-            self._stored[key] = _Stored(probe, state, held)
-            self._make_room(after_capture=True)
+            if self._is_too_large(held):
+                counts.dropped += 1
+                self._warn(counts, state, self._memory_limit_text)
+            else:
+                self._hold(held)
+                self._stored[key] = _Stored(probe, state, held)
+                self._make_room(after_capture=True)
             return key
 
-    def add_gradient(self, key: int, gradient: Any) -> bool:
+    def add_gradient(self, key: int, gradient: Any, waits: Sequence[Wait] = ()) -> bool:
         """Add a gradient, which is known after backward, to a state by the key that `add` returned.
 
         Return whether the state is still there and has it now.
@@ -144,15 +261,14 @@ class Store:
             stored = self._stored.get(key)
             if stored is None:
                 return False
-            state = stored.state
-            before = state.contents()[-1]
-            state.gradient = gradient
-            held = storages(state.contents())
-            if sum(size for size, _ in held.values()) > self._limit:
-                state.gradient = before
-                problem = f"with its gradient would exceed memory_limit, {self._limit} bytes"
-                self._warn(stored.probe, f"{problem}. It was not added")
+            state, (*others, _) = stored.state, stored.state.contents()
+            held = storages((*others, gradient))
+            if self._is_too_large(held):
+                self._warn(self._counts[stored.probe], state, self._memory_limit_text)
                 return False
+            if isinstance(state, PendingState):
+                state.waits += waits
+            state.gradient = gradient
             self._hold(held)
             self._release(stored.held)
             self._stored[key] = stored._replace(held=held)
@@ -161,23 +277,20 @@ class Store:
 
     # -- reading
 
-    def states(self, probe: str, module: str | None = None) -> list[CapturedState]:
-        """Return a probe's states, or those of one module, oldest first."""
+    def states(self, probe: Hashable, module: str | None = None) -> list[CapturedState]:
+        """Return a probe's states, or those of one module, oldest first.
+
+        `probe` is the key they were added with; those of a `Capture` are in `capture.states()`.
+        """
         with self._lock:
             states = [one.state for one in self._stored.values() if one.probe == probe]
         return [state for state in states if module is None or state.module == module]
 
-    def counts(self, probe: str | None = None) -> Counts:
+    def counts(self, probe: Hashable = None) -> Counts:
         """Return how many states of a probe, or of all together, there were and where they are."""
         with self._lock:
             each = [c.counts() for name, c in self._counts.items() if probe in (None, name)]
             return Counts(*map(sum, zip(*each, strict=True))) if each else Counts()
-
-    def over_limits(self, probe: str) -> tuple[int, int]:
-        """Return how many states of a probe were dropped for bytes, and for `max_states`."""
-        with self._lock:
-            counts = self._counts.get(probe, _ProbeCounts())
-            return counts.over_memory, counts.over_states
 
     @property
     def nbytes(self) -> int:
@@ -187,25 +300,18 @@ class Store:
 
     # -- removing
 
-    def clear(self, probe: str | None = None) -> None:
+    def clear(self, probe: Hashable = None) -> None:
         """Free a probe's states, or all; the counts are kept."""
         with self._lock:
             keys = [key for key, one in self._stored.items() if probe in (None, one.probe)]
             for key in keys:
                 self._free(key).cleared += 1
 
-    def forget(self, probe: str) -> None:
+    def forget(self, probe: Hashable) -> None:
         """Free everything of a probe, also its counts."""
         with self._lock:
             self.clear(probe)
             self._counts.pop(probe, None)
-
-    def close(self) -> None:
-        """Free everything; nothing can be added afterwards."""
-        with self._lock:
-            self._closed = True
-            self.clear()
-            self._counts.clear()
 
     # -- within the limits
 
@@ -216,9 +322,42 @@ class Store:
             if self._since_cleanup >= self.cleanup_interval:
                 self._since_cleanup = 0
                 while len(self._stored) > self.max_states:
-                    self._free(next(iter(self._stored))).over_states += 1
+                    # A limit that the user has chosen needs no warning.
+                    is_default = self.max_states == MAX_CAPTURED_STATES
+                    limit = f"max_captured_states={self.max_states}" if is_default else None
+                    self._drop_oldest(limit)
         while self._nbytes > self._limit:
-            self._free(next(iter(self._stored))).over_memory += 1
+            self._drop_oldest(self._memory_limit_text)
+
+    def _drop_oldest(self, limit: str | None) -> None:
+        """Drop the oldest state; warn once for each probe if the limit is named."""
+        key, stored = next(iter(self._stored.items()))
+        counts = self._free(key)
+        counts.dropped += 1
+        if limit is not None:
+            self._warn(counts, stored.state, limit)
+
+    def _is_too_large(self, held: _Storages) -> bool:
+        """Return whether one state alone exceeds the limit on bytes."""
+        nbytes = 0
+        for size, _ in held.values():  # faster than `sum`, at each capture
+            nbytes += size
+        return nbytes > self._limit
+
+    @property
+    def _memory_limit_text(self) -> str:
+        return f"memory_limit_mb={self._limit / 2**20:g}"
+
+    def _warn(self, counts: _ProbeCounts, state: CapturedState, limit: str) -> None:
+        if not counts.warned:
+            counts.warned = True
+            log.warning(
+                "The probe '%s' drops captured states that do not fit, the oldest first, because "
+                "of %s. Raise the limit (None: no limit) or capture less (a slice, another dtype, "
+                "fewer modules, fewer steps). Its counts say how many were dropped.",
+                state.probe,
+                limit,
+            )
 
     def _free(self, key: int) -> _ProbeCounts:
         """Remove a state, and return the counts of its probe."""
@@ -242,22 +381,3 @@ class Store:
             else:
                 del self._holders[key]
                 self._nbytes -= size
-
-    def _warn(self, probe: str, problem: str) -> None:
-        counts = self._counts[probe]
-        if not counts.warned:
-            counts.warned = True
-            log.warning(
-                "Probe '%s': a state %s. This warning is shown once. Capture less (a slice, "
-                "another dtype, fewer modules) or raise the limit.",
-                *(probe, problem),
-            )
-
-
-def check_limit(name: str, value: Any, *, optional: bool = True) -> None:
-    """Raise unless a limit is a positive integer, or None."""
-    if value is None and optional:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        none = " or None" if optional else ""
-        raise ConfigError(f"{name} must be a positive integer{none}, not {show_value(value)}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from hookline.dispatch import HookManager
 from hookline.errors import NotProvidedError, RegistrationError
 from hookline.interrupts import HeldInterrupts
 from hookline.probes.attachment import Attachment
-from hookline.probes.call import Site, arrange_sites
+from hookline.probes.call import Site
 from hookline.probes.probe import Probe
 from hookline.probes.taps import Taps, arrange_taps
 
@@ -158,15 +158,12 @@ def arrange_probes(attachments: Iterable[Attachment]) -> None:
     taps: list[Taps] = []
     for attachment in attachments:
         for site in attachment.sites.values():
-            sites.setdefault(site.module, []).append(site)
+            if site.handles:
+                sites.setdefault(site.module, []).append(site)
         taps += [attachment.taps] if attachment.taps is not None else []
     for several in sites.values():
-        if not _is_sorted(several):
-            arrange_sites(several)
-    if not _is_sorted(taps):
-        arrange_taps(taps)
-
-
-def _is_sorted(several: Sequence[Site] | Sequence[Taps]) -> bool:
-    places = [each.place for each in several]
-    return places == sorted(places)
+        order = [site.handles[-1].id for site in several]  # PyTorch counts them up
+        if order != sorted(order):
+            for site in several:
+                site.attachment.move_last(site)
+    arrange_taps(taps)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -21,8 +20,7 @@ import torch
 from hookline.arguments import check_name, show_value
 from hookline.errors import ConfigError, ProbeError, listed, nearest
 from hookline.probes import compiled
-from hookline.probes.call import Site
-from hookline.probes.recomputation import is_recomputing, recomputes
+from hookline.probes.call import Site, is_recomputing
 from hookline.tensors.name_patterns import matches_glob
 
 if TYPE_CHECKING:
@@ -32,8 +30,7 @@ T = TypeVar("T")
 
 _enabled = False  # whether any probe has taps: all that `tap` checks otherwise
 _registered: tuple[weakref.ref[Taps], ...] = ()
-"""In the order of their places. Weak: a model is freed together with the probes on it."""
-_PLACES = count()
+"""In the order of their calls. Weak: a model is freed together with the probes on it."""
 _LOCK = threading.RLock()  # reentrant: garbage collection may unregister at any time
 _INSIDE = threading.local()  # `.now`: the taps of the models that are being called in this thread
 
@@ -62,8 +59,6 @@ class Taps:
         self.seen: set[str] = set()  # all names that occurred
         self._sites: dict[str, Site | None] = {}
         self._elsewhere: set[str] = set()  # matching names that also occurred outside of the model
-        self._modules: set[int] | None = None
-        self.place = next(_PLACES)
 
     def attach(self) -> None:
         """See named values from now on."""
@@ -115,7 +110,7 @@ class Taps:
         if site is None:
             return None
         if recomputed:
-            return site if self._sees_recomputation(site) else None
+            return site if self._edits_again(site) else None
         if not inside:
             self._elsewhere.add(name)
         return site if inside else None
@@ -136,24 +131,17 @@ class Taps:
     def _matched(self) -> list[Site]:
         return [site for site in list(self._sites.values()) if site is not None]
 
-    def _sees_recomputation(self, site: Site) -> bool:
-        """Return whether a recomputation is of this model, so that an edit is applied again."""
-        probe, root = self.attachment.probe, self.attachment.root
-        if not (probe.edits or probe.wants_recomputed) or root is None:
+    def _edits_again(self, site: Site) -> bool:
+        """Return whether an edit is applied again in a recomputation, whose model is not known."""
+        if not (self.attachment.probe.edits and site.was_called):
             return False
-        if self._modules is None:
-            self._modules = {id(module) for module in root.modules()}
-        ours = recomputes(self._modules)
-        if ours is None:  # a function without any module was checkpointed
-            ours = site.was_called
-            others = any(taps is not self and site.name in taps.seen for taps in _live_taps())
-            if ours and probe.edits and (others or site.name in self._elsewhere):
-                raise ProbeError(
-                    f"'{site.name}' is named in several models, and activation checkpointing "
-                    "recomputes it in a function without a module, so its model is not known. "
-                    "Checkpoint a module instead, or give each tap its own name."
-                )
-        return ours
+        if site.name in self._elsewhere:
+            raise ProbeError(
+                f"'{site.name}' is also named outside of the model's forward, and activation "
+                "checkpointing recomputes it without telling for which of them. Give each tap its "
+                "own name, or do not checkpoint it."
+            )
+        return True
 
 
 def check_taps(names: Iterable[str]) -> tuple[str, ...]:
@@ -240,48 +228,36 @@ def _live_taps() -> Iterator[Taps]:
 
 
 def _register(taps: Taps) -> None:
-    global _registered, _enabled
     number = id(taps)
     with _LOCK:
-        if all(reference() is not taps for reference in _registered):
+        if taps not in _live_taps():
             reference = weakref.ref(taps, lambda freed: _unregister(freed, number))
-            _registered = (*_registered, reference)
-            if taps.attachment.probe.edits:
-                _EDITING[number] = reference
-            _sort_by_place()
-        _enabled = True
+            _set_registered([*_registered, reference])
 
 
 def arrange_taps(several: Sequence[Taps]) -> None:
-    """Have these taps notified in this order, in the places that they have together."""
+    """Have these taps notified in this order."""
     with _LOCK:
-        for taps, place in zip(several, sorted(taps.place for taps in several), strict=True):
-            taps.place = place
-        _sort_by_place()
-
-
-def _sort_by_place() -> None:
-    global _registered
-
-    def place(reference: weakref.ref[Taps]) -> int:
-        taps = reference()
-        return -1 if taps is None else taps.place
-
-    _registered = tuple(sorted(_registered, key=place))
-    for number in sorted(_EDITING, key=lambda number: place(_EDITING[number])):
-        _EDITING[number] = _EDITING.pop(number)
+        ours = [reference for reference in _registered if reference() in several]
+        ordered = sorted(ours, key=lambda reference: several.index(cast(Taps, reference())))
+        if ordered != ours:
+            _set_registered([*(one for one in _registered if one not in ours), *ordered])
 
 
 def _unregister(removed: Taps | weakref.ref[Taps], number: int) -> None:
-    global _registered, _enabled
     with _LOCK:
         _EDITING.pop(number, None)
-        _registered = tuple(
-            reference
-            for reference in _registered
-            if reference is not removed and reference() is not removed
-        )
-        _enabled = bool(_registered)
+        _set_registered([one for one in _registered if one is not removed and one() is not removed])
+
+
+def _set_registered(references: list[weakref.ref[Taps]]) -> None:
+    global _registered, _enabled
+    _registered, _enabled = tuple(references), bool(references)
+    for reference in references:
+        taps = reference()
+        if taps is not None and taps.attachment.probe.edits:
+            _EDITING.pop(id(taps), None)
+            _EDITING[id(taps)] = reference  # in the same order
 
 
 def _note_editing(taps: Taps, *, inside: bool) -> None:

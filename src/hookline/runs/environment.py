@@ -13,13 +13,10 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
-from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +205,7 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
     fields = ("commit", "branch", "dirty", "diff_sha256", "untracked", "folder", "problem")
     state: dict[str, Any] = {**dict.fromkeys(fields), "folder": str(folder)}
     try:
-        with _run_git(folder, deadline, *_STATUS) as output:
-            lines = output.read().decode(errors="replace").splitlines()
+        lines = _run_git(folder, deadline, *_STATUS).decode(errors="replace").splitlines()
         headers = dict(line[9:].split(" ", 1) for line in lines if line.startswith("# branch."))
         if headers["oid"] == "(initial)":
             state["problem"] = "the repository has no commit yet"
@@ -218,10 +214,9 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
         state["branch"] = None if headers["head"] == "(detached)" else headers["head"]
         state["dirty"] = any(not line.startswith("#") for line in lines)
         if state["dirty"]:
-            with _run_git(folder, deadline, *_DIFF) as output:
-                state["diff_sha256"] = hashlib.file_digest(output, "sha256").hexdigest()
-        with _run_git(folder, deadline, *_UNTRACKED) as output:
-            state["untracked"] = output.read().count(b"\0")
+            diff = _run_git(folder, deadline, *_DIFF)
+            state["diff_sha256"] = hashlib.sha256(diff).hexdigest()
+        state["untracked"] = _run_git(folder, deadline, *_UNTRACKED).count(b"\0")
     except FileNotFoundError:
         state["problem"] = "git is not installed"
     except subprocess.TimeoutExpired as error:
@@ -238,27 +233,20 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
     return state
 
 
-@contextmanager
-def _run_git(
-    folder: Path, deadline: float, *arguments: str
-) -> Generator[BufferedRandom, None, None]:
-    """Yield the output of a git command: a file, because it may be too large for memory."""
+def _run_git(folder: Path, deadline: float, *arguments: str) -> bytes:
+    """Return the output of a git command."""
     # A git hook that runs this program sets variables for its own repository.
     environment = {k: v for k, v in os.environ.items() if k not in _CALLER_VARIABLES}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    with tempfile.TemporaryFile() as output:
-        subprocess.run(
-            ["git", *arguments],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.PIPE,
-            timeout=max(0.1, deadline - time.monotonic()),
-            check=True,
-            env=environment,
-        )
-        output.seek(0)
-        yield output
+    return subprocess.run(
+        ["git", *arguments],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=max(0.1, deadline - time.monotonic()),
+        check=True,
+        env=environment,
+    ).stdout
 
 
 def _hash_sources() -> dict[str, str | None]:
@@ -268,21 +256,26 @@ def _hash_sources() -> dict[str, str | None]:
     not to Python: the versions of those are known. The hash is None where it is not known: of a
     notebook, which has no file, and of files that cannot be read. It never raises.
     """
-    loaded, paths = dict(sys.modules), sysconfig.get_paths()
+    paths = sysconfig.get_paths()
     python = tuple(f"{paths[name]}{os.sep}" for name in ("stdlib", "platstdlib", "scripts"))
+    files = {name: _file_of(module) for name, module in sys.modules.copy().items()}
 
-    def is_own(file: str) -> bool:
-        return "-packages" + os.sep not in file and not file.startswith(python)
+    def is_own(file: str | None) -> bool:
+        return file is None or not ("-packages" + os.sep in file or file.startswith(python))
 
-    tops = {name for name in loaded if "." not in name and name not in ("hookline", "__mp_main__")}
-    tops = {name for name in tops if is_own(_file_of(loaded[name]) or "")}
-    names = sorted(name for name in loaded if name.partition(".")[0] in tops)
-    files = {name: _file_of(loaded[name]) for name in names}
-    own = [(name, file) for name, file in files.items() if file is not None and is_own(file)]
+    # The modules of a package are its own if the package is.
+    own = [
+        (name, file)
+        for name, file in sorted(files.items())
+        if file is not None
+        and is_own(file)
+        and is_own(files.get(top := name.partition(".")[0]))
+        and top not in ("hookline", "__mp_main__")
+    ]
     hashes = {name: _hash_file(file) for name, file in own[:_MAX_FILES]}
     if len(own) > _MAX_FILES:
         hashes["more modules"] = None
-    if _file_of(loaded.get("__main__")) is None:
+    if files.get("__main__") is None:
         hashes["__main__"] = None  # a notebook, or an interpreter
     return hashes
 

@@ -13,7 +13,7 @@ from typing import Any
 from hookline.dispatch import HookInfo
 from hookline.masking import mask_secrets
 from hookline.runs.jsonable import config_hash, to_jsonable
-from hookline.tensors.module_classes import module_class
+from hookline.tensors.name_patterns import module_class
 from hookline.tensors.parameter_names import named_parameters
 
 _MAX_PARAMETERS = 10_000  # names in a manifest

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sys
-import threading
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -24,18 +23,11 @@ _INT_LIMIT = 10**400  # JSON has no limit, but Python's parser does
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the default `repr` of objects
 
 
-class _Converting(threading.local):
-    """The ids of the values that are being converted on this thread, each within the one before."""
+def to_jsonable(value: Any, outer: tuple[int, ...] = ()) -> Any:
+    """Return a value as JSON types. It never fails: other objects become their `repr`.
 
-    def __init__(self) -> None:
-        self.values: set[int] = set()
-
-
-_converting = _Converting()
-
-
-def to_jsonable(value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON types. It never fails: other objects become their `repr`."""
+    `outer` has the ids of the values that this one is within.
+    """
     kind: Any = type(value)
     if value is None or kind is bool:
         return value
@@ -44,15 +36,12 @@ def to_jsonable(value: Any, depth: int = 0) -> Any:
     number = to_json_number(value)
     if number is not None:
         return number
-    if depth > _MAX_DEPTH or id(value) in _converting.values:
-        return "…"  # it is within itself
-    _converting.values.add(id(value))
+    if len(outer) > _MAX_DEPTH or id(value) in outer:
+        return "…"
     try:
-        return _convert_object(value, depth + 1)
+        return _convert_object(value, (*outer, id(value)))
     except Exception:  # an object's methods may raise anything
         return safe_repr(value)
-    finally:
-        _converting.values.discard(id(value))
 
 
 def to_json_number(value: Any) -> Any:
@@ -95,27 +84,27 @@ def _read_number(value: Any) -> Any:
     return None
 
 
-def _convert_object(value: Any, depth: int) -> Any:
+def _convert_object(value: Any, outer: tuple[int, ...]) -> Any:
     if isinstance(value, Enum):
-        return to_jsonable(value.value, depth)
+        return to_jsonable(value.value, outer)
     if isinstance(value, str):
-        return to_jsonable(str.__str__(value), depth)
+        return to_jsonable(str.__str__(value), outer)
     if isinstance(value, os.PathLike):
         return os.fsdecode(cast("os.PathLike[str]", value))
-    if isinstance(value, Mapping):
-        return {_key(k): to_jsonable(v, depth) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_jsonable(getattr(value, f.name), depth) for f in fields(value)}
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     argparse = sys.modules.get("argparse")  # not imported: no value is one of its namespaces
     if isinstance(value, (SimpleNamespace, *((argparse.Namespace,) if argparse else ()))):
-        return to_jsonable(vars(value), depth)
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {_key(k): to_jsonable(v, outer) for k, v in value.items()}
     dump: Any = getattr(value, "model_dump", None)  # pydantic's
     if dump is not None:
-        return to_jsonable(dump(mode="json"), depth)
+        return to_jsonable(dump(mode="json"), outer)
     if isinstance(value, Set):
-        return sorted((to_jsonable(v, depth) for v in value), key=repr)
+        return sorted((to_jsonable(v, outer) for v in value), key=repr)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [to_jsonable(v, depth) for v in value]
+        return [to_jsonable(v, outer) for v in value]
     return safe_repr(value)
 
 
@@ -142,7 +131,7 @@ def canonical_json(config: Any) -> str:
     """
     masked = mask_secrets(to_jsonable(config), known_values=False)
     return json.dumps(
-        _normalize(masked),
+        _normalize(remove_addresses(masked)),
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=False,
@@ -155,9 +144,7 @@ def _normalize(value: Any) -> Any:
         return {key: _normalize(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_normalize(item) for item in value]
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return remove_addresses(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def remove_addresses(value: Any) -> Any:

@@ -39,11 +39,6 @@ class WriteRefusedError(OSError):
     """A file may not be written any more; the reason was logged."""
 
 
-def _refuse_deleted(is_deleted: bool) -> None:
-    if is_deleted:
-        raise FileNotFoundError("the file was deleted")
-
-
 class JsonlFile:
     """A file that lines are appended to.
 
@@ -52,18 +47,13 @@ class JsonlFile:
 
     Args:
         path: The file; created if it does not exist.
-        check: Called before each write with whether the file was deleted; if it raises OSError,
-            nothing is written. By default a deleted file is not written.
+        check: Called before each write; if it raises OSError, nothing is written.
         follow_links: The user chose the path: it may be a link or a device. Otherwise only a
             regular file is opened.
     """
 
     def __init__(
-        self,
-        path: Path,
-        check: Callable[[bool], None] = _refuse_deleted,
-        *,
-        follow_links: bool = False,
+        self, path: Path, check: Callable[[], object] = bool, *, follow_links: bool = False
     ) -> None:
         self.path = path
         self._dropped = 0
@@ -94,7 +84,9 @@ class JsonlFile:
         written = 0
         try:
             handle = self._open_handle()
-            self._check(os.fstat(handle).st_nlink == 0)
+            self._check()
+            if os.fstat(handle).st_nlink == 0:
+                raise FileNotFoundError("the file was deleted")
             while written < len(data):  # one call, unless the disk is full
                 written += os.write(handle, data[written:])
             self._ends_within_line = False
@@ -150,16 +142,13 @@ class JsonlFile:
         """Remove the end of the file if it is part of a line, as a full disk leaves it."""
         if not self._ends_within_line:
             return
-        size = self.size
-        start = max(0, size - file_limits.line_bytes)
-        end = self.read(start, size - start)
-        feed = end.rfind(b"\n")
-        if feed < 0 < start:
-            return
+        end = self.read(max(0, self.size - file_limits.line_bytes), file_limits.line_bytes)
+        line = end.rpartition(b"\n")[2]
         try:
-            json.loads(end[feed + 1 :])
+            json.loads(line)
         except ValueError:
-            self.truncate(start + feed + 1)
+            if len(line) < file_limits.line_bytes:
+                self.truncate(self.size - len(line))
 
     def _open_handle(self) -> int:
         if self._handle is None:
@@ -237,13 +226,13 @@ class MetricsLog:
 
 
 def _read_scalar(record: MetricRecord) -> MetricRecord:
-    """Return a record whose scalar has been read from the device."""
+    """Return a record whose scalar has been read from the device, or is an `InvalidValue`."""
     value = record[5]
-    if record[4] != "scalar" or type(value) is float or type(value) is int:
+    if record[4] != "scalar" or type(value) is float or type(value) is InvalidValue:
         return record
     number = to_json_number(value)
     if number is None:
-        number = value if type(value) is InvalidValue else InvalidValue(safe_repr(value), "scalar")
+        return (*record[:5], InvalidValue(safe_repr(value), "scalar"))
     return (*record[:5], float(number) if isinstance(number, str) else number)
 
 
@@ -252,29 +241,21 @@ def _encode_record(record: MetricRecord) -> bytes:
 
     NaN and infinities, which JSON lacks, become strings.
     """
-    step, epoch, seconds, name, kind, value = record
-    encoded = to_json_number(value) if kind == "scalar" else value
-    is_number = type(encoded) is float or type(encoded) is int
-    if is_number and _is_count(step) and _is_count(epoch) and type(name) is str:
-        head = f'{_HEAD}{step}, "epoch": {epoch}, "time": {seconds!r}, "name": '
-        return f"{head}{_quote(name)}{_TAIL}{encoded!r}}}\n".encode()
+    step, epoch, seconds, name, kind, value = _read_scalar(record)
+    if kind == "scalar" and type(value) is not InvalidValue:
+        value = to_json_number(value)
+        is_number = type(value) is float or type(value) is int
+        if is_number and _is_count(step) and _is_count(epoch) and type(name) is str:
+            head = f'{_HEAD}{step}, "epoch": {epoch}, "time": {seconds!r}, "name": '
+            return f"{head}{_quote(name)}{_TAIL}{value!r}}}\n".encode()
     fields = {"v": VERSION, "step": to_jsonable(step), "epoch": to_jsonable(epoch)}
     fields |= {"time": seconds, "name": to_jsonable(name)}
-    if encoded is None:
-        is_invalid = type(value) is InvalidValue
-        encoded = value if is_invalid else InvalidValue(safe_repr(value), kind)
-    if type(encoded) is InvalidValue:
-        return encode_line(
-            {
-                **fields,
-                "kind": "text",
-                "value": mask_known_values(encoded.text),
-                "was": encoded.kind,
-            }
-        )
+    if type(value) is InvalidValue:
+        text = mask_known_values(value.text)
+        return encode_line({**fields, "kind": "text", "value": text, "was": value.kind})
     if kind == "text":  # what users log stays as it is, apart from secrets of the environment
-        encoded = mask_known_values(str(encoded))
-    return encode_line({**fields, "kind": kind, "value": to_jsonable(encoded)})
+        value = mask_known_values(str(value))
+    return encode_line({**fields, "kind": kind, "value": to_jsonable(value)})
 
 
 def _is_count(value: Any) -> bool:

@@ -51,13 +51,11 @@ class Lease:
 
     Attributes:
         lost: Why this process may not write the run any more; None while it may.
-        is_folder_deleted: Whether the run's folder was found to be deleted.
         on_lost: Called once when the lease is lost, also from the thread that renews it.
     """
 
     def __init__(self, folder: Path, number: int, handle: int, holder: dict[str, Any]) -> None:
         self.lost: str | None = None
-        self.is_folder_deleted = False
         self.on_lost: Callable[[], None] | None = None
         self._path = _lease_file(folder, number)
         self._number = number
@@ -96,16 +94,13 @@ class Lease:
             return None
         holder = {"token": secrets.token_hex(8), "since": utc_now(), **describe_process()}
         lease = cls(folder, number, handle, holder)
+        is_newest = False
         try:
             lease._write()
             is_newest = find_lease(folder) == number
-            if is_newest and read_lease(folder, number) != lease._contents():
-                raise OSError(f"{lease._path} does not have the contents that were written")
-        except BaseException:
-            lease._discard()
-            raise
-        if not is_newest:
-            lease._discard()
+        finally:
+            if not is_newest:
+                lease._discard()
         return lease if is_newest else None
 
     @property
@@ -113,8 +108,8 @@ class Lease:
         """Whether this process holds the lease; a process that was forked from it does not."""
         return self._pid == os.getpid()
 
-    def check(self, is_deleted: bool) -> None:
-        """Raise if a file of the run cannot be written any more; the log says so once.
+    def check(self) -> None:
+        """Raise if this process may not write the run any more; the log says so once.
 
         It looks at the lease only if the thread has not done so for a while: the process may have
         been suspended.
@@ -126,9 +121,6 @@ class Lease:
                 self._confirm()
         if self.lost is not None:
             raise WriteRefusedError(self.lost)
-        if is_deleted:
-            self._report_deleted()
-            raise WriteRefusedError(f"{self._path.parent} was deleted")
 
     def release(self) -> None:
         """Let other processes write the run. A forked process does not release it."""
@@ -153,7 +145,13 @@ class Lease:
                         self._beats += 1
                         self._write()
             except OSError as error:
-                if not has_warned and not self.is_folder_deleted:
+                if not has_warned and not self._path.parent.is_dir():
+                    log.warning(
+                        "%s was deleted or moved. Training continues, but is not recorded any "
+                        "more.",
+                        self._path.parent,
+                    )
+                elif not has_warned:
                     log.warning(
                         "%s cannot be written: %s. After %.0f s, another process may take over the "
                         "run.",
@@ -167,30 +165,17 @@ class Lease:
             if self._handle is None or self.lost is not None:
                 return
             folder = self._path.parent
-            if not folder.is_dir():
-                self._report_deleted()
-            elif find_lease(folder) != self._number:
+            if find_lease(folder) != self._number:
                 self.lost = _describe_loss(folder)
                 log.error("%s It stops writing to %s.", self.lost, folder)
                 if self.on_lost is not None:
                     self.on_lost()
             self._confirmed = time.monotonic()
 
-    def _report_deleted(self) -> None:
-        if not self.is_folder_deleted:
-            self.is_folder_deleted = True
-            log.error(
-                "%s was deleted or moved. Training continues, but is not recorded any more.",
-                self._path.parent,
-            )
-
-    def _contents(self, *, released: bool = False) -> dict[str, Any]:
-        return {**self._holder, "heartbeat": self._beats, "released": released}
-
     def _write(self, *, released: bool = False) -> None:
         assert self._handle is not None
-        text = json.dumps(self._contents(released=released), ensure_ascii=False)
-        data = text.encode().ljust(_SIZE - 1) + b"\n"
+        contents = {**self._holder, "heartbeat": self._beats, "released": released}
+        data = json.dumps(contents, ensure_ascii=False).encode().ljust(_SIZE - 1) + b"\n"
         if os.pwrite(self._handle, data, 0) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         os.fsync(self._handle)

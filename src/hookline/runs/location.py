@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 
 from hookline.arguments import check_path, user_path
 from hookline.checkpoint.atomic_files import create_folder, sync
 from hookline.checkpoint.catalog import read_manifest
-from hookline.errors import CheckpointError, RunError, listed
+from hookline.errors import CheckpointError, RunError, listed, nearest
 from hookline.files import describe_kind
 from hookline.runs.manifest import inspect_run_manifest, is_run_manifest, new_run_id
 
@@ -77,13 +76,10 @@ def find_run(run: str | os.PathLike[str], root: str | os.PathLike[str] = "runs")
         return path
     if _is_folder(path):
         ids = [folder.name for folder in list_run_folders(path)]
-        if not ids:
-            raise RunError(
-                f"{path} is not a run: it has neither a manifest.json nor a metrics.jsonl. Give "
-                "the folder of a run, runs/<run_id>."
-            )
+        inside = f" It contains runs, newest first: {listed(ids, 5)}." if ids else ""
         raise RunError(
-            f"{path} contains {len(ids)} runs. Give one of them, newest first: {listed(ids, 5)}."
+            f"{path} is not a run: it has neither a manifest.json nor a metrics.jsonl.{inside} "
+            "Give the folder of a run, runs/<run_id>."
         )
     if path.parent != Path():  # `results/runs/20261115`: the beginning of an id in that folder
         root = path.parent
@@ -119,10 +115,8 @@ def _find_by_id(wanted: str, root: Path) -> Path:
             f"'{wanted}' matches {len(matching)} runs in {root}: {listed(matching, 5)}. Give more "
             "of the id."
         )
-    similar = get_close_matches(wanted, ids, n=5, cutoff=0.6)
-    hint = f"Did you mean one of these: {listed(similar)}?" if similar else ""
-    hint = hint or f"The newest are: {listed(ids, 5)}."
-    raise RunError(f"There is no run '{wanted}' in {root}. {hint}")
+    newest = f"The newest are: {listed(ids, 5)}."
+    raise RunError(f"There is no run '{wanted}' in {root}.{nearest(wanted, ids) or f' {newest}'}")
 
 
 def _is_run(path: Path) -> bool:

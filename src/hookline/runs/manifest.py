@@ -45,10 +45,6 @@ _LONG_FIELDS = (  # in an earlier attempt if they changed afterwards
 )
 
 
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is valid, and what was expected."""
-
-
 def utc_now() -> str:
     """Return the current time in UTC, as manifests have it."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
@@ -230,18 +226,15 @@ def _check_manifest(manifest: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     valid, problems = _check_fields(manifest, _FIELDS, "")
     if "run_id" not in manifest:
         problems.insert(0, "it has no 'run_id'")
-    for name, checks in (("git", _GIT), ("parent", _PARENT), ("versions", None)):
+    for name, expected in _OBJECTS.items():
         if isinstance(valid.get(name), dict):
-            chosen = checks if checks is not None else dict.fromkeys(valid[name], _OPTIONAL_TEXT)
-            valid[name], found = _check_fields(valid[name], chosen, f" of '{name}'")
+            expected = expected or dict.fromkeys(valid[name], "a text or null")
+            valid[name], found = _check_fields(valid[name], expected, f" of '{name}'")
             problems += found
-    if "attempts" in valid:
-        attempts = [
-            _check_fields(attempt, _ATTEMPT, f" of attempt {number}")
-            for number, attempt in enumerate(valid["attempts"], 1)
-        ]
-        valid["attempts"] = [checked for checked, _ in attempts]
-        problems += [problem for _, found in attempts for problem in found]
+    for number, attempt in enumerate(valid.get("attempts", ())):
+        checked, found = _check_fields(attempt, _ATTEMPT, f" of attempt {number + 1}")
+        valid["attempts"][number] = checked
+        problems += found
     more = len(problems) - _MAX_SHOWN
     return valid, problems[:_MAX_SHOWN] + [f"{more} more fields are not valid"] * (more > 0)
 
@@ -256,25 +249,17 @@ def parse_time(text: Any) -> float | None:
 
 
 def _check_fields(
-    fields: Mapping[str, Any], checks: Mapping[str, Check], where: str
+    fields: Mapping[str, Any], expected: Mapping[str, str], where: str
 ) -> tuple[dict[str, Any], list[str]]:
+    """Return the valid fields, and what is wrong with the others; `expected` names their kinds."""
     valid, problems = dict(fields), list[str]()
-    for name, (is_valid, expected) in checks.items():
-        if name in fields and not is_valid(fields[name]):
-            found = _describe(valid.pop(name))
-            problems.append(f"'{name[:60]}'{where} is {found}; expected {expected}")
+    for name, kinds in expected.items():
+        if name in fields and not any(_KINDS[kind](fields[name]) for kind in kinds.split(" or ")):
+            value = valid.pop(name)
+            container = {dict: "an object", list: "a list", type(None): "null"}.get(type(value))
+            found = container or repr(value[:60] if isinstance(value, str) else value)[:60]
+            problems.append(f"'{name[:60]}'{where} is {found}; expected {kinds}")
     return valid, problems
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    if isinstance(value, str):
-        return repr(value[:60])
-    return "null" if value is None else str(value)[:60]
-
-
-# -- checks ---------------------------------------------------------------------------------------
 
 
 def _is_error(value: Any) -> bool:
@@ -292,75 +277,69 @@ def _is_rewind(value: Any) -> bool:
     return all(map(is_count, sizes)) and value["metrics"] <= value["end"]
 
 
-def _or_null(check: Check) -> Check:
-    is_valid, expected = check
-    return lambda value: value is None or is_valid(value), f"{expected} or null"
-
-
-def _list_of(is_valid: Callable[[Any], bool], expected: str) -> Check:
-    return lambda value: isinstance(value, list) and all(map(is_valid, value)), expected
-
-
 def _is_scalar(value: Any) -> bool:
     return not isinstance(value, dict | list)
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is_list_of(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_valid, value))
 
 
-_TEXT: Check = (lambda value: isinstance(value, str), "a text")
-_OPTIONAL_TEXT = _or_null(_TEXT)
-_SCALAR: Check = (_is_scalar, "a text or number")
-_PLAIN_NAME: Check = (is_plain_name, "a plain name: up to 200 letters, digits and ._=+-")
-_TIME: Check = (
-    lambda value: parse_time(value) is not None,
-    "a time such as 2026-11-15T21:06:55+00:00",
-)
-_COUNT: Check = (is_count, "an integer of 0 or more")
-_NUMBER: Check = (is_finite_number, "a number that a float can hold")
-_OBJECT: Check = (_is_object, "an object")
-
-_FIELDS: dict[str, Check] = {
-    "run_id": _PLAIN_NAME,
-    "parent": _or_null(_OBJECT),
-    "status": _TEXT,
-    **dict.fromkeys(("created", "started"), _TIME),
-    "ended": _or_null(_TIME),
-    **dict.fromkeys(("last_error", "config_hash", "packages_sha256", "platform"), _OPTIONAL_TEXT),
-    **dict.fromkeys(("config", "packages", "versions", "devices", "trackers"), _OBJECT),
-    **dict.fromkeys(("training", "git", "sources"), _or_null(_OBJECT)),
-    "hooks": (lambda value: isinstance(value, list), "a list"),
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None,
+    "a text": lambda value: isinstance(value, str),
+    "a plain name": is_plain_name,
+    "a time": lambda value: parse_time(value) is not None,
+    "an integer": lambda value: type(value) is int,
+    "a count": is_count,
+    "a number": is_finite_number,
+    "a text, number, true, false": _is_scalar,
+    "an object": lambda value: isinstance(value, dict),
+    "a list": lambda value: isinstance(value, list),
+    "a list of texts": lambda value: _is_list_of(_is_scalar, value),
+    "a list of objects": lambda value: _is_list_of(lambda one: isinstance(one, dict), value),
+    "a list of rewinds": lambda value: _is_list_of(_is_rewind, value),
+    "an error": _is_error,
+    "the number of a process": lambda value: is_count(value) and 0 < value < 2**31,
+}
+_SCALAR = "a text, number, true, false or null"
+_FIELDS = {
+    "run_id": "a plain name",
+    "parent": "an object or null",
+    "status": "a text",
+    **dict.fromkeys(("created", "started"), "a time"),
+    "ended": "a time or null",
+    **dict.fromkeys(("last_error", "config_hash", "packages_sha256", "platform"), "a text or null"),
+    **dict.fromkeys(("config", "packages", "versions", "devices", "trackers"), "an object"),
+    **dict.fromkeys(("training", "git", "sources"), "an object or null"),
+    "hooks": "a list",
     **dict.fromkeys(("name", "torch_seed"), _SCALAR),
-    **dict.fromkeys(
-        ("tags", "command", "parameter_names"), _list_of(_is_scalar, "a list of texts")
-    ),
-    "lost_records": _or_null(_COUNT),
-    "attempts": _list_of(_is_object, "a list of objects"),
-    "rewinds": _list_of(_is_rewind, "a list of objects with sizes and positions in bytes"),
+    **dict.fromkeys(("tags", "command", "parameter_names"), "a list of texts"),
+    "lost_records": "a count or null",
+    "attempts": "a list of objects",
+    "rewinds": "a list of rewinds",
 }
-_PARENT: dict[str, Check] = {
-    "run_id": _or_null(_PLAIN_NAME),
-    "checkpoint": _OPTIONAL_TEXT,
-    "step": _or_null(_NUMBER),
+_OBJECTS = {  # their fields; None: texts
+    "versions": None,
+    "parent": {
+        "run_id": "a plain name or null",
+        "checkpoint": "a text or null",
+        "step": "a number or null",
+    },
+    "git": {
+        **dict.fromkeys(("commit", "branch", "diff_sha256", "folder", "problem"), "a text or null"),
+        "dirty": _SCALAR,
+        "untracked": "a count or null",
+    },
 }
-_GIT: dict[str, Check] = {
-    **dict.fromkeys(("commit", "branch", "diff_sha256", "folder", "problem"), _OPTIONAL_TEXT),
-    "dirty": (_is_scalar, "true or false"),
-    "untracked": _or_null(_COUNT),
-}
-_ERROR: dict[str, Check] = {
-    "type": _OPTIONAL_TEXT,
-    "message": _OPTIONAL_TEXT,
-    "step": _or_null(_NUMBER),
-}
-_ATTEMPT: dict[str, Check] = {
-    "number": _COUNT,
-    "started": _TIME,
-    "ended": _or_null(_TIME),
-    "status": _TEXT,
-    **dict.fromkeys(("resumed_from", "host", "boot_id", "pid_namespace"), _OPTIONAL_TEXT),
-    "error": _or_null((_is_error, "an object with type, message and step")),
-    "pid": (lambda value: is_count(value) and 0 < value < 2**31, "the number of a process"),
-    "pid_started": _or_null((lambda value: type(value) is int, "an integer")),
+_ERROR = {"type": "a text or null", "message": "a text or null", "step": "a number or null"}
+_ATTEMPT = {
+    "number": "a count",
+    "started": "a time",
+    "ended": "a time or null",
+    "status": "a text",
+    **dict.fromkeys(("resumed_from", "host", "boot_id", "pid_namespace"), "a text or null"),
+    "error": "an error or null",
+    "pid": "the number of a process",
+    "pid_started": "an integer or null",
 }

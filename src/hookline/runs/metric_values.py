@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
+from functools import lru_cache
 from typing import Any
 
 from hookline.runs.jsonl_reader import JsonlReader
@@ -20,14 +20,13 @@ from hookline.runs.jsonl_reader import JsonlReader
 # A line as the metrics log writes most. The groups are step, time, name and value. Longer numbers
 # and names are left to the parser, which checks them.
 _NUMBER = rb"-?(?:0|[1-9]\d{0,17}+)"
-_SCALAR = (
+_SCALAR_LINE = re.compile(
     rb'^{"v": 1, "step": (%b), "epoch": (?>%b|null), "time": (\d{1,18}+\.\d{1,18}+), '
     rb'"name": ("[^"\\\x00-\x1f]{0,1000}+"), "kind": "scalar", '
     rb'"value": "?((?<= )%b(?:\.\d{1,30}+)?(?:e[+-]?\d{1,2})?(?=})|'
-    rb'(?<=")(?:-?Infinity|NaN)(?="))"?}$' % (_NUMBER, _NUMBER, _NUMBER)
+    rb'(?<=")(?:-?Infinity|NaN)(?="))"?}$' % (_NUMBER, _NUMBER, _NUMBER),
+    re.MULTILINE,
 )
-_SCALAR_LINE = re.compile(_SCALAR, re.MULTILINE)
-_SCALAR_LINE_WITH_EPOCH = re.compile(_SCALAR.replace(b"(?>", b"(", 1), re.MULTILINE)
 
 _LOW = re.compile(r"loss|error|perplexity|ppl|mae|mse|rmse|wer|cer|nll|bits|divergence")
 _HIGH = re.compile(
@@ -42,7 +41,7 @@ Scalar = tuple[bytes, bytes, bytes, bytes]
 
 
 def read_scalars(
-    reader: JsonlReader, on_other: Callable[[dict[str, Any]], None] | None = None
+    reader: JsonlReader, on_other: Callable[[dict[str, Any]], object] = id
 ) -> Iterator[tuple[int, list[Scalar]]]:
     """Yield the size of each block of lines, and its scalars: step, time, name, value, as JSON.
 
@@ -60,7 +59,7 @@ def read_scalars(
 
 
 def _parse_scalar(
-    reader: JsonlReader, line: bytes, on_other: Callable[[dict[str, Any]], None] | None
+    reader: JsonlReader, line: bytes, on_other: Callable[[dict[str, Any]], object]
 ) -> Scalar | None:
     """Return the groups of `_SCALAR_LINE` for any line; None if it is not a scalar."""
     match = _SCALAR_LINE.fullmatch(line)
@@ -72,11 +71,10 @@ def _parse_scalar(
     if record is None:
         return None
     if record["kind"] != "scalar":
-        if on_other is not None:
-            on_other(record)
+        on_other(record)
         return None
-    fields: list[Any] = [record.get("step"), record.get("time"), record["name"]]
-    step, seconds, name = (json.dumps(field).encode() for field in fields)
+    fields = (json.dumps(record.get(field)).encode() for field in ("step", "time", "name"))
+    step, seconds, name = fields
     return step, seconds, name, repr(float(record["value"])).encode()
 
 
@@ -85,90 +83,56 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the records whose name matches a glob, in their order; without patterns, all.
 
-    The JSON of a record has its name as it is, in quotes, or has a backslash. So a block of lines
-    is searched for both, and only lines with one of them are parsed.
-    `found` gets where each line begins that was parsed.
+    The JSON of a record has its name as it is, in quotes, or has a backslash. So lines are searched
+    for both, and only those with one of them are parsed. `found` gets where each of these begins.
     """
-    find_lines = _make_search(patterns) if patterns else _find_all_lines
-    matches: dict[str, bool] = {}
+    begins = [re.split(r"[*?[]", pattern, maxsplit=1) for pattern in patterns]
+    needles = [f'"{begin}{"" if rest else chr(34)}' for begin, *rest in begins]
+    named = b"|".join(re.escape(needle.encode("utf-8", "replace")) for needle in needles)
+    plain = re.compile(named or rb"^(?!\Z)", re.MULTILINE)  # without patterns, every line
+    careful = re.compile(named + rb"|\\") if patterns else plain
+
+    @lru_cache(_MAX_NAMES)
+    def is_wanted(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
     position = 0
     for block in reader.blocks():
-        spans = find_lines(block)
-        if found is not None:
-            found += [position + begin for begin, _ in spans]
-        position += len(block)
-        for row in parse_rows(reader, [block[begin:end] for begin, end in spans]):
-            name = row["name"]
-            is_wanted = matches.get(name)
-            if is_wanted is None:
-                if len(matches) > _MAX_NAMES:
-                    matches.clear()
-                is_wanted = not patterns or any(fnmatchcase(name, p) for p in patterns)
-                matches[name] = is_wanted
-            if is_wanted:
+        end = 0
+        for match in (careful if b"\\" in block else plain).finditer(block):
+            if match.start() < end:
+                continue  # in the same line
+            begin = block.rfind(b"\n", 0, match.start()) + 1
+            end = block.index(b"\n", match.start()) + 1
+            if found is not None:
+                found.append(position + begin)
+            row = parse_row(reader, block[begin : end - 1])
+            if row is not None and (not patterns or is_wanted(row["name"])):
                 yield row
+        position += len(block)
 
 
-def _find_all_lines(block: bytes) -> list[tuple[int, int]]:
-    ends = [match.start() for match in re.finditer(b"\n", block)]
-    return list(zip([0, *(end + 1 for end in ends[:-1])], ends, strict=True))
-
-
-def _make_search(patterns: Sequence[str]) -> Callable[[bytes], list[tuple[int, int]]]:
-    """Return a function that finds the lines of a block that may have a name of these globs."""
-    begins = [re.split(r"[*?[]", pattern, maxsplit=1) for pattern in patterns]
-    needles = [
-        f'"{begin}{"" if rest else chr(34)}'.encode("utf-8", "replace") for begin, *rest in begins
-    ]
-    several = re.compile(b"|".join(map(re.escape, [*needles, b"\\"])))
-
-    def search(block: bytes) -> list[tuple[int, int]]:
-        is_simple = len(needles) == 1 and b"\\" not in block
-        lines: list[tuple[int, int]] = []
-        start = 0
-        while True:
-            if is_simple:  # several times as fast as the pattern
-                found = block.find(needles[0], start)
-            else:
-                match = several.search(block, start)
-                found = -1 if match is None else match.start()
-            if found < 0:
-                return lines
-            begin, end = block.rfind(b"\n", start, found) + 1 or start, block.index(b"\n", found)
-            lines.append((begin, end))
-            start = end + 1
-
-    return search
-
-
-def parse_rows(reader: JsonlReader, lines: list[bytes]) -> Iterable[Row]:
-    """Return the rows of lines, without those that are damaged."""
-    text = b"\n".join(lines)
-    found = _SCALAR_LINE_WITH_EPOCH.findall(text) if _is_utf8(text) else []
-    if len(found) == len(lines):
-        return [
-            {
-                "step": int(step),
-                "epoch": None if epoch == b"null" else int(epoch),
-                "time": float(seconds),
-                "name": name[1:-1].decode(),
-                "kind": "scalar",
-                "value": int(value) if value.lstrip(b"-").isdigit() else float(value),
-            }
-            for step, epoch, seconds, name, value in found
-        ]
-    if len(lines) > 1:
-        return chain.from_iterable(parse_rows(reader, [line]) for line in lines)
-    return [_to_row(record) for record in map(reader.parse, lines) if record is not None]
-
-
-def _to_row(record: Row) -> Row:
+def parse_row(reader: JsonlReader, line: bytes) -> Row | None:
+    """Return the row of a line; None if it is damaged."""
+    match = _SCALAR_LINE.fullmatch(line)
+    if match is not None and _is_utf8(line):
+        step, seconds, name, value = match.groups()
+        epoch = line[match.end(1) : match.start(2)].split(b'"')[2].strip(b" :,")
+        return {
+            "step": int(step),
+            "epoch": None if epoch == b"null" else int(epoch),
+            "time": float(seconds),
+            "name": name[1:-1].decode(),
+            "kind": "scalar",
+            "value": int(value) if value.lstrip(b"-").isdigit() else float(value),
+        }
+    record = reader.parse(line)
+    if record is None:
+        return None
     row = {name: record.get(name) for name in COLUMNS}
     if row["kind"] == "scalar" and isinstance(row["value"], str):
         row["value"] = float(row["value"])  # "NaN", "Infinity" or "-Infinity"
-    if "was" in record:
-        row["was"] = record["was"]
-    return row
+    return row | ({"was": record["was"]} if "was" in record else {})
 
 
 def _is_utf8(data: bytes) -> bool:

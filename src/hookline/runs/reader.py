@@ -25,7 +25,7 @@ from hookline.runs.metric_values import (
     COLUMNS,
     MetricSummary,
     Row,
-    parse_rows,
+    parse_row,
     read_rows,
     summarize_metrics,
 )
@@ -126,7 +126,8 @@ class OpenedRun:
         index = SeriesIndex(file, size)
         lines = index.read_lines(patterns[0])
         if lines is not None:
-            return [row for row in parse_rows(reader, lines) if row["name"] == patterns[0]]
+            rows = [row for line in lines if (row := parse_row(reader, line)) is not None]
+            return [row for row in rows if row["name"] == patterns[0]]
         found: list[int] = []
         rows = list(read_rows(reader, patterns, found))
         if not reader.damage:  # else the log is not what it was when it was written

@@ -26,7 +26,6 @@ from typing import Any
 from hookline.arguments import check_mapping, show_value
 from hookline.errors import RunError
 from hookline.files import file_limits, open_regular_file
-from hookline.printable import printable
 from hookline.runs.jsonl_file import JsonlFile
 from hookline.runs.jsonl_reader import JsonlReader
 
@@ -144,27 +143,6 @@ def finish_rewind(metrics: JsonlFile, rewind: Rewind) -> None:
                 metrics.extend(_chunks(repeated, piece, count))
     finally:
         repeated.close()
-
-
-def move_end(file: JsonlFile, size: int, target: Path) -> None:
-    """Move what a file has behind a position to the end of another file."""
-    if type(size) is not int or size < 0:
-        raise RunError(
-            f"{file.path} cannot continue at {printable(size, 60)}: expected a number of bytes."
-        )
-    if file.size < size:
-        log.error(
-            "%s has %d bytes, but %d when the checkpoint was saved: lines before it are missing.",
-            *(file.path, file.size, size),
-        )
-    elif file.size > size:
-        moved = JsonlFile(target)
-        try:
-            moved.extend([b"\n" * (_size_of_lines(target) - moved.size)])
-            moved.extend(_chunks(file, size, file.size - size))
-        finally:
-            moved.close()
-        file.truncate(size)
 
 
 def _check_lines(file: JsonlFile, start: int, count: int) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -313,19 +313,12 @@ class Run:
             self._lease.on_lost = callback
 
     @property
-    def is_folder_missing(self) -> bool:
-        """Whether the run's folder was deleted or moved. It is not created again."""
-        try:
-            return not self.path.is_dir()
-        except OSError:  # a network file system that fails
-            return False
-
-    @property
     def problem(self) -> str | None:
         """Why the record of this process is not complete, in one line; None if it is."""
         self.flush()
-        if self.is_folder_missing:
-            return f"{self.path} was deleted or moved: {self.lost} records were lost"
+        with suppress(OSError):  # a network file system that fails
+            if not self.path.is_dir():  # it is not created again
+                return f"{self.path} was deleted or moved: {self.lost} records were lost"
         return f"{self.lost} records were lost" if self.lost else None
 
     def flush(self, *, durable: bool = False) -> None:

@@ -40,27 +40,21 @@ class SeriesIndex:
     def read_lines(self, name: str) -> list[bytes] | None:
         """Return the lines that may have this name; None if the index does not know them."""
         try:
-            index = parse_json(read_regular_file(self._file, file_limits.manifest_bytes))
-            if (index["v"], index["size"]) != (1, self._size):
-                return None
-            distances = index["series"].get(name)
             with open_regular_file(self._metrics) as file:
-                if distances is None or index["tail"] != self._hash_tail(file):
-                    return None
-                return [_read_line(file, offset) for offset in accumulate(distances)]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                distances = self._read_series(file).get(name)
+                if distances is not None:
+                    return [_read_line(file, offset) for offset in accumulate(distances)]
+        except (OSError, ValueError, TypeError) as error:
             log.debug("%s is not used: %s", self._file, error)
-            return None
+        return None
 
     def add(self, name: str, offsets: Sequence[int]) -> None:
         """Store where the lines begin that may have this name. A folder may be read-only."""
         try:
             with open_regular_file(self._metrics) as file:
+                distances = [b - a for a, b in pairwise((0, *offsets))]
+                series = self._read_series(file) | {name: distances}
                 tail = self._hash_tail(file)
-            distances = [b - a for a, b in pairwise((0, *offsets))]
-            series = self._read_others(tail) | {name: distances}
             index = {"v": 1, "size": self._size, "tail": tail, "series": series}
             text = json.dumps(index, separators=(",", ":"))
             if len(series) <= _MAX_NAMES and len(text) <= file_limits.manifest_bytes:
@@ -68,14 +62,14 @@ class SeriesIndex:
         except OSError as error:
             log.debug("%s cannot be written: %s", self._file, error)
 
-    def _read_others(self, tail: str) -> dict[str, Any]:
-        """Return the series that are stored; none if they belong to another log."""
+    def _read_series(self, file: BinaryIO) -> dict[str, Any]:
+        """Return the series that are stored; none if there are none, or they are of another log."""
         try:
             index = parse_json(read_regular_file(self._file, file_limits.manifest_bytes))
-            if (index["v"], index["size"], index["tail"]) == (1, self._size, tail):
+            if (index["v"], index["size"], index["tail"]) == (1, self._size, self._hash_tail(file)):
                 return dict(index["series"])
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # there is none, or it cannot be read: it is written anew
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.debug("%s is not used: %s", self._file, error)
         return {}
 
     def _hash_tail(self, file: BinaryIO) -> str:

@@ -1,7 +1,7 @@
 """Samples what the process and the machine use, in a thread of its own.
 
 Neither the training thread nor a device waits for it. What an operating system does not tell is
-left out; `psutil` is used where it is installed and there is no `/proc`.
+left out: without Linux's `/proc`, the machine's CPU and memory, and disk traffic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -25,8 +24,6 @@ SECONDS = 10.0
 """How often the system is sampled, unless `HOOKLINE_SAMPLE_SECONDS` says otherwise."""
 
 log = logging.getLogger("hookline")
-
-_HAS_PROC = Path("/proc/self/statm").exists()  # on Linux
 
 
 class SystemSampler:
@@ -102,14 +99,9 @@ class SystemUsage:
         yield "system/disk_free_gb", shutil.disk_usage(self._folder).free / 1e9
 
     def _disk_traffic(self) -> Iterator[tuple[str, float]]:
-        if _HAS_PROC:
-            counters = _read_sizes("/proc/self/io")
-            done = {"read": counters["read_bytes:"], "written": counters["write_bytes:"]}
-        else:
-            counted = _psutil().Process().io_counters()
-            done = {"read": counted.read_bytes, "written": counted.write_bytes}
-        for name, size in done.items():
-            if (grown := self._since(name, size / 1e6)) is not None:
+        counters = _read_sizes("/proc/self/io")
+        for name, counter in (("read", "read_bytes:"), ("written", "write_bytes:")):
+            if (grown := self._since(name, counters[counter] / 1e6)) is not None:
                 yield f"system/disk_{name}_mb", grown
 
     def _accelerator(self) -> Iterator[tuple[str, float]]:
@@ -141,30 +133,19 @@ def _read_seconds() -> float:
 
 def _machine_times() -> tuple[float, float]:
     """Return the time of all cores in which they worked, and all their time."""
-    if _HAS_PROC:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0]
-        ticks = [int(text) for text in first.split()[1:9]]
-        idle = ticks[3] + ticks[4]  # the second waits for disks
-        return float(sum(ticks) - idle), float(sum(ticks))
-    times = _psutil().cpu_times()
-    return sum(times) - times.idle, sum(times)
+    first = Path("/proc/stat").read_text().split("\n", 1)[0]
+    ticks = [int(text) for text in first.split()[1:9]]
+    idle = ticks[3] + ticks[4]  # the second waits for disks
+    return float(sum(ticks) - idle), float(sum(ticks))
 
 
 def _memory() -> Iterator[tuple[str, float]]:
-    if _HAS_PROC:
-        yield "system/memory_mb", resident_mb()
-        sizes = _read_sizes("/proc/meminfo")
-        free = sizes["MemAvailable:"] / sizes["MemTotal:"]
-        yield "system/machine_memory_percent", 100 * (1 - free)
-        return
-    yield "system/memory_mb", _psutil().Process().memory_info().rss / 1e6
-    yield "system/machine_memory_percent", float(_psutil().virtual_memory().percent)
+    yield "system/memory_mb", resident_mb()
+    sizes = _read_sizes("/proc/meminfo")
+    free = sizes["MemAvailable:"] / sizes["MemTotal:"]
+    yield "system/machine_memory_percent", 100 * (1 - free)
 
 
 def _read_sizes(file: str) -> dict[str, int]:
     lines = [line.split() for line in Path(file).read_text().splitlines()]
     return {line[0]: int(line[1]) for line in lines}
-
-
-def _psutil() -> Any:
-    return import_module("psutil")

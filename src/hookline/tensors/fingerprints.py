@@ -26,14 +26,14 @@ class Fingerprint:
     """The bits of the memory that tensors share, at the time of the call."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.on_host: list[int] = []
+        self.on_cpu: list[int] = []
         self.on_devices: list[Tensor] = []
         for _, storage in storages(tensors).values():
             if isinstance(storage, Tensor):
                 continue  # a layout without access to its memory
-            if _is_on_host(storage):
+            if _is_on_cpu(storage):
                 memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-                self.on_host.append(xxhash.xxh3_64_intdigest(memory))
+                self.on_cpu.append(xxhash.xxh3_64_intdigest(memory))
             else:
                 content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 self.on_devices.append(_hash_on_device(content))
@@ -46,7 +46,7 @@ class Comparison:
     def __init__(self, before: Fingerprint, after: Fingerprint) -> None:
         pairs = list(zip(before.on_devices, after.on_devices, strict=False))
         is_resized = len(before.on_devices) != len(after.on_devices)
-        self.differs_on_host = is_resized or before.on_host != after.on_host
+        self.differs_on_cpu = is_resized or before.on_cpu != after.on_cpu
         self._flags = [(a != b).to("cpu", non_blocking=True) for a, b in pairs]
         self._ends = [record_time(device) for device in {a.device for a, _ in pairs}]
 
@@ -61,7 +61,7 @@ class Comparison:
         return any(bool(flag) for flag in self._flags)
 
 
-def _is_on_host(storage: Any) -> bool:
+def _is_on_cpu(storage: Any) -> bool:
     return bool(storage.device.type == "cpu")
 
 

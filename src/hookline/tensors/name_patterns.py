@@ -1,4 +1,4 @@
-"""Names of modules and parameters, and the patterns that choose some of them.
+"""Names and classes of modules as the model's author wrote them, and patterns that choose names.
 
 Names are those of the model as its author wrote it: the parts that `torch.compile`, DDP, FSDP and
 activation checkpointing add are not in them.
@@ -17,12 +17,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hookline.arguments import show_value
 from hookline.errors import ConfigError, listed, nearest
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
@@ -41,6 +42,7 @@ _WRAPPERS = (
 )
 """The module and name of each wrapper class, and the attribute that has the wrapped module."""
 
+_WRAPPED = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
 _UNAMBIGUOUS = {attribute for *_, attribute in _WRAPPERS if attribute.startswith("_")}
 _SHOWN = 8  # names in a message
 
@@ -141,3 +143,29 @@ def list_names(names: Sequence[str]) -> str:
     """Return the first names for a message, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{listed(names[:_SHOWN])}{more}"
+
+
+# -- classes --------------------------------------------------------------------------------------
+
+
+def module_class(module: Any) -> type:
+    """Return the class of a module: inside `torch.compile` and DDP, and before FSDP2.
+
+    `fully_shard` gives a module a class of its own, `FSDPBlock` instead of `Block`.
+    """
+    module = unwrap_module(module)
+    kind = type(module)
+    return kind.__bases__[1] if is_fsdp_module(module) else kind
+
+
+def unwrap_module(module: Any) -> Any:
+    """Return the module inside `torch.compile` and DDP."""
+    while (inner := _WRAPPED.get(type(module).__name__)) is not None and hasattr(module, inner):
+        module = getattr(module, inner)
+    return module
+
+
+def is_fsdp_module(module: Any) -> bool:
+    """Return whether `fully_shard` was called with a module itself."""
+    bases = type(module).__bases__
+    return len(bases) == 2 and bases[0].__name__ == "FSDPModule"

@@ -75,7 +75,7 @@ class Observation:
             if before is not None:
                 history.comparisons.append(Comparison(before, Fingerprint(tensors)))
             changed_version = [tensor._version for tensor in versioned] != versions
-            if changed_version or any(c.differs_on_host for c in history.comparisons):
+            if changed_version or any(c.differs_on_cpu for c in history.comparisons):
                 history.comparisons.clear()
                 raise self._change_error(hook)
             if generators.restore():

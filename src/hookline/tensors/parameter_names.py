@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
 import torch
 
-from hookline.errors import ConfigError, listed
+from hookline.errors import ConfigError
 from hookline.tensors.name_patterns import (
     clean_name,
     compile_regex,
@@ -96,10 +95,8 @@ def _describe_mismatch(pattern: str, names: Sequence[str]) -> str:
     parts = {".".join(name.split(".")[:end]) for name in names for end in range(1, 9)}
     parts |= {part for name in names for part in name.split(".")}
     candidates = [*names, *sorted(parts - set(names))]
-    close = get_close_matches(pattern, candidates, n=4, cutoff=0.6)[1:]  # the first is in the hint
-    similar = f" Similar names: {listed(close)}." if close else ""
     return (
         f"No parameter matches '{pattern}', neither as a part of its name, nor as a glob, nor as a "
-        f"regular expression.{explain_mismatch(pattern, candidates)}{similar} The parameters are: "
+        f"regular expression.{explain_mismatch(pattern, candidates)} The parameters are: "
         f"{list_names(names)}."
     )

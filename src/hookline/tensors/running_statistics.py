@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import ref
@@ -23,13 +23,10 @@ from torch import Tensor
 
 from hookline.tensors.device_numbers import widest_float
 
-Bounds: TypeAlias = tuple[float, float] | None
-"""The smallest and the largest value that a module can return, where that is known."""
-
 Row: TypeAlias = list[Any]
 """One entry per column: a number, or a tensor with one element on the device."""
 
-_SIZE, _FINITE, _MEAN, _SQUARES, _LOW, _HIGH, _NONZERO, _SATURATED = range(8)  # columns
+_SIZE, _FINITE, _MEAN, _SQUARES, _LOW, _HIGH, _NONZERO = range(7)  # columns
 
 _PIECE = 1 << 17  # elements measured at once on the CPU
 _MAX_ROWS = 4096  # kept before they are merged
@@ -42,8 +39,8 @@ _CHANNELS_SECOND = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.GroupNorm)
 class Totals:
     """The statistics of one module's values.
 
-    `size` counts all values. `mean`, `squares` (the sum of squared distances from the mean), `low`,
-    `high` and `saturated` are over the finite ones.
+    `size` counts all values. `mean`, `squares` (the sum of squared distances from the mean), `low`
+    and `high` are over the finite ones.
     """
 
     size: int
@@ -53,7 +50,6 @@ class Totals:
     low: float
     high: float
     nonzero: int
-    saturated: int
 
     @property
     def std(self) -> float:
@@ -69,28 +65,19 @@ class Totals:
 class RunningSums:
     """Sums over the tensors of several modules. Threads may add at the same time.
 
-    `spread` is for squared distances from the mean, and `saturated_at` the fraction of their bounds
-    beyond which values are counted; None to skip this.
+    `spread` is for squared distances from the mean.
     """
 
-    def __init__(
-        self,
-        *,
-        spread: bool = True,
-        extremes: bool = False,
-        zeros: bool = False,
-        saturated_at: float | None = None,
-    ) -> None:
+    def __init__(self, *, spread: bool = True, extremes: bool = False, zeros: bool = False) -> None:
         self._spread, self._extremes, self._zeros = spread, extremes, zeros
-        self._saturated_at = saturated_at
         self._rows: deque[tuple[int, torch.device, Row]] = deque()
         self._tables: dict[torch.device, Tensor] = {}
         self._lock = threading.Lock()
-        self._last: tuple[Any, int, Bounds, list[Row]] = (_no_tensor, 0, None, [])
+        self._last: tuple[Any, int, list[Row]] = (_no_tensor, 0, [])
 
-    def add(self, number: int, tensor: Tensor, bounds: Bounds = None) -> None:
+    def add(self, number: int, tensor: Tensor) -> None:
         """Add a tensor to the sums of the module with this number, without waiting."""
-        rows, device = self._rows_of(tensor, bounds), tensor.device
+        rows, device = self._rows_of(tensor), tensor.device
         for row in rows:
             self._rows.append((number, device, row))
         if len(self._rows) > _MAX_ROWS:
@@ -101,7 +88,7 @@ class RunningSums:
         self._merge(modules)
         with self._lock:
             tables, self._tables = list(self._tables.values()), {}
-        self._last = (_no_tensor, 0, None, [])
+        self._last = (_no_tensor, 0, [])
         if len(tables) < 2:
             return tables[0] if tables else None
         home = tables[0].device
@@ -111,39 +98,36 @@ class RunningSums:
 
     @staticmethod
     def read(table: Sequence[Sequence[float]]) -> dict[int, Totals]:
-        """Return the totals by module number, from a table that was copied to the host."""
+        """Return the totals by module number, from a table that was copied to the CPU."""
         return {number: _totals(row) for number, row in enumerate(table) if row[_SIZE]}
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def _rows_of(self, tensor: Tensor, bounds: Bounds) -> list[Row]:
+    def _rows_of(self, tensor: Tensor) -> list[Row]:
         """Measure a tensor, unless it is the one that was measured last.
 
         A module often returns what its last child has returned.
         """
         if tensor.is_inference():  # it has no version
-            return self._measure(tensor, bounds)
-        known, version, limits, rows = self._last
-        if known() is tensor and version == tensor._version and limits == bounds:
+            return self._measure(tensor)
+        known, version, rows = self._last
+        if known() is tensor and version == tensor._version:
             return rows
-        rows = self._measure(tensor, bounds)
-        self._last = (ref(tensor), tensor._version, bounds, rows)
+        rows = self._measure(tensor)
+        self._last = (ref(tensor), tensor._version, rows)
         return rows
 
-    def _measure(self, tensor: Tensor, bounds: Bounds) -> list[Row]:
+    def _measure(self, tensor: Tensor) -> list[Row]:
         size = tensor.numel()
         if not size:
             return []
         values = tensor.detach().reshape(-1)
         if not _can_read(tensor.device):
-            return [self._measure_on_device(values, bounds)]
+            return [self._measure_on_device(values)]
         pieces = (values,) if size <= _PIECE else torch.split(values, _PIECE)
-        center, reach = 0.0, 0.0
-        if self._saturated_at is not None:
-            center, reach = _reach(pieces, bounds, self._saturated_at)
-        return [self._measure_on_host(piece, center, reach) for piece in pieces]
+        return [self._measure_on_cpu(piece) for piece in pieces]
 
-    def _measure_on_host(self, values: Tensor, center: float, reach: float) -> Row:
+    def _measure_on_cpu(self, values: Tensor) -> Row:
         """Measure values on the CPU, where results can be read to choose the next operation."""
         row = _empty(values.numel())
         if self._zeros:
@@ -161,13 +145,10 @@ class RunningSums:
             row[_SQUARES] = _squares(kept, total, mean)
         if self._extremes:
             row[_LOW], row[_HIGH] = kept.amin().item(), kept.amax().item()
-        if self._saturated_at is not None:
-            beyond = (kept - center).abs_() > reach
-            row[_SATURATED] = torch.count_nonzero(beyond).item()
         return row
 
-    def _measure_on_device(self, values: Tensor, bounds: Bounds) -> Row:
-        """Measure values without reading any result, so that the host does not wait."""
+    def _measure_on_device(self, values: Tensor) -> Row:
+        """Measure values without reading any result, so that nothing waits."""
         row = _empty(values.numel())
         if self._zeros:
             row[_NONZERO] = torch.count_nonzero(values)
@@ -182,13 +163,6 @@ class RunningSums:
         if self._extremes:
             row[_LOW] = torch.where(is_finite, values, math.inf).amin()
             row[_HIGH] = torch.where(is_finite, values, -math.inf).amax()
-        if self._saturated_at is not None:
-            if bounds is None:
-                beyond = clean.abs() > clean.abs().amax() * self._saturated_at
-            else:
-                center, reach = _bounded(bounds, self._saturated_at)
-                beyond = ((clean - center).abs() > reach) & is_finite
-            row[_SATURATED] = torch.count_nonzero(beyond)
         return row
 
     # -- merging ----------------------------------------------------------------------------------
@@ -225,7 +199,7 @@ def _no_tensor() -> None:
 
 
 def _empty(size: int) -> Row:
-    return [size, 0, 0.0, 0.0, math.inf, -math.inf, 0, 0]
+    return [size, 0, 0.0, 0.0, math.inf, -math.inf, 0]
 
 
 def _squares(values: Tensor, total: float, mean: float) -> float:
@@ -236,24 +210,6 @@ def _squares(values: Tensor, total: float, mean: float) -> float:
         off = values.double() - mean
         return torch.dot(off, off).item()
     return distances
-
-
-def _reach(pieces: Iterable[Tensor], bounds: Bounds, share: float) -> tuple[float, float]:
-    """Return the center, and the distance from it beyond which a value is saturated."""
-    if bounds is not None:
-        return _bounded(bounds, share)
-    largest = 0.0
-    for piece in pieces:
-        high = piece.abs().amax().item()
-        if not math.isfinite(high):
-            high = piece.nan_to_num(0.0, 0.0, 0.0).abs().amax().item()
-        largest = max(largest, high)
-    return 0.0, share * largest
-
-
-def _bounded(bounds: tuple[float, float], share: float) -> tuple[float, float]:
-    low, high = bounds
-    return (low + high) / 2, share * (high - low) / 2
 
 
 def _table(rows: list[Row], device: torch.device) -> Tensor:
@@ -285,7 +241,7 @@ def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
     def extreme(column: Tensor, reduction: str, initial: float) -> Tensor:
         return column.new_full((modules,), initial).scatter_reduce(0, ids, column, reduction)
 
-    size, finite, mean, squares, low, high, nonzero, saturated = table.unbind(1)
+    size, finite, mean, squares, low, high, nonzero = table.unbind(1)
     mean = torch.where(finite > 0, mean, 0)  # without values it is NaN
     squares = torch.where(finite > 0, squares, 0)
     all_finite = add(finite)
@@ -300,18 +256,16 @@ def _merged(table: Tensor, ids: Tensor, modules: int) -> Tensor:
             extreme(low, "amin", math.inf),
             extreme(high, "amax", -math.inf),
             add(nonzero),
-            add(saturated),
         ],
         dim=1,
     )
 
 
 def _totals(row: Sequence[float]) -> Totals:
-    size, finite, mean, squares, low, high, nonzero, saturated = row
+    size, finite, mean, squares, low, high, nonzero = row
     if not finite:
         mean = low = high = math.nan
-    counts = {"nonzero": int(nonzero), "saturated": int(saturated)}
-    return Totals(int(size), int(finite), mean, squares, low, high, **counts)
+    return Totals(int(size), int(finite), mean, squares, low, high, int(nonzero))
 
 
 # -- histograms, and active units ------------------------------------------------------------------

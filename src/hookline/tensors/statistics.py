@@ -1,7 +1,7 @@
 """Statistics of many tensors at once, such as all gradients of an optimizer.
 
 Every function returns tensors on the device with one row per tensor, so that they can be copied to
-the host together. A sharded tensor (a `DTensor`) is measured by each rank in the part that it
+the CPU together. A sharded tensor (a `DTensor`) is measured by each rank in the part that it
 holds, and the columns of several measurements are merged by one collective, `merge_ranks`, which
 all ranks have to call.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hookline.tensors.device_numbers import widest_float
-from hookline.tensors.global_norm import reduce_sum
+from hookline.tensors.norms import reduce_sum
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
 
 _OCTAVES = 24  # the range below the largest magnitude that percentiles resolve

@@ -7,14 +7,15 @@ or train different models.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from hookline.arguments import (
     check_function,
+    check_instance,
     check_mapping,
     read_attribute,
     read_items,
@@ -23,13 +24,14 @@ from hookline.arguments import (
 from hookline.config.trainer_config import HooksConfig, TrainerConfig
 from hookline.dispatch.binding import bind
 from hookline.dispatch.calling_hook import find_limited_hook
-from hookline.errors import ArgumentError, CollectiveError, TrainingError, nearest
+from hookline.errors import ArgumentError, CollectiveError, TrainingError
 from hookline.hooks.metric_lookup import RequiresMetrics
 from hookline.loop.event_context import device_of
 from hookline.loop.model_watch import check_supported
 from hookline.options import BuiltIn
 from hookline.runs.diff import diff_configs, number_items
 from hookline.runs.jsonable import to_jsonable
+from hookline.text_tables import join_some
 
 if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
@@ -44,23 +46,11 @@ _CALLED_WITH = {
 }
 
 
-def refuse_unknown(call: str, unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Raise for an argument that a call does not have."""
-    for name in unknown:
-        hint = nearest(name, known)
-        if name in TrainerConfig.model_fields:
-            hint = f" It is a field of the configuration: Trainer(TrainerConfig({name}=…), …)."
-        elif name.startswith(("val", "train", "loader", "data")):
-            hint = " Data is given to fit(loader, val_loaders=…)."
-        raise ArgumentError(f"{call} has no argument '{name}'.{hint}")
-
-
 def check_functions(**functions: Any) -> None:
     """Raise for what is not a function of the arguments that a trainer calls it with."""
     for name, function in functions.items():
         if isinstance(function, type):
-            own = function.__name__
-            raise ArgumentError(f"{name} is the class {own}; expected an instance of it: {own}().")
+            raise ArgumentError(f"{name} is the class {function.__name__}; expected an instance.")
         if function is not None:
             check_function(name, function, *_CALLED_WITH[name])
 
@@ -68,50 +58,37 @@ def check_functions(**functions: Any) -> None:
 class MissingMetricError(TrainingError):
     """A hook needs a metric of the validation, and there is none."""
 
-    def __init__(self, message: str, *, hook: str, metric: str) -> None:
+    def __init__(self, message: str, *, hook: str) -> None:
         super().__init__(message)
-        self.hook, self.metric = hook, metric
-
-
-def validates_in_fit(trainer: Any) -> bool:
-    """Return whether `fit` validates: there is data for it, and it is due at some time."""
-    config = trainer.config
-    when = config.validate_every_epochs, config.validate_every_steps
-    return trainer.validates and when != (None, None)
+        self.hook = hook
 
 
 def check_metrics(trainer: Any) -> None:
     """Raise if a hook or scheduler needs a metric of the validation, and there is none."""
-    if validates_in_fit(trainer):
-        return
+    config = trainer.config
     missing = "there is no validation data: give val_loaders to fit(), or data.val in a config file"
     if trainer.validates:
+        if (config.validate_every_epochs, config.validate_every_steps) != (None, None):
+            return
         missing = "validate_every_epochs and validate_every_steps are None: set one of them"
     for name, hook, active in trainer.hooks.of_kind("loop"):
-        if active and isinstance(hook, RequiresMetrics):
-            event, names = hook.required_metrics(trainer)
-            needed = [one for one in names if one.startswith(("val/", "eval/"))]
-            if event == "on_validation_end" and names:
-                needed = names
-            elif users_add_metrics(trainer.hooks):
-                continue
-            if needed:
-                why = "which is not measured, because"
-                if needed[0].startswith("train/"):
-                    why = "which it reads after validation (unless its option "
-                    why += "check_on_train_epoch_end or save_on_train_epoch_end is set), but"
-                raise MissingMetricError(
-                    f"The hook '{name}' ({type(hook).__name__}) needs the metric '{needed[0]}', "
-                    f"{why} {missing}.",
-                    hook=name,
-                    metric=needed[0],
-                )
+        if not active or not isinstance(hook, RequiresMetrics):
+            continue
+        event, needed = hook.required_metrics(trainer)
+        if event != "on_validation_end":
+            may_come = users_add_metrics(trainer.hooks)
+            needed = [n for n in needed if n.startswith(("val/", "eval/")) and not may_come]
+        if needed:
+            raise MissingMetricError(
+                f"The hook '{name}' ({type(hook).__name__}) needs the metric '{needed[0]}' of the "
+                f"validation, but {missing}. To read training metrics, set its option "
+                "check_on_train_epoch_end or save_on_train_epoch_end.",
+                hook=name,
+            )
     for scheduler in trainer.schedulers:
         if needs_metric(scheduler):
             raise TrainingError(
-                f"{type(scheduler).__name__} needs the metric 'val/loss', which is not measured, "
-                f"because {missing}. To follow the training loss, step the scheduler in a hook: "
-                "on_epoch_end(metrics) has 'train/loss'."
+                f"{type(scheduler).__name__} needs the metric 'val/loss', but {missing}."
             )
 
 
@@ -142,13 +119,9 @@ def checked_config(config: Any) -> TrainerConfig:
         return TrainerConfig(hooks=config)
     if isinstance(config, Mapping):
         return TrainerConfig(**check_mapping("A trainer's config", config))
-    if not isinstance(config, TrainerConfig):
-        raise ArgumentError(
-            "The configuration comes first: Trainer(config, model, optimizer). It is a "
-            "TrainerConfig, a HooksConfig, a mapping with the fields of a TrainerConfig, or None, "
-            f"not {show_value(config)}, a {type(config).__name__}."
-        )
-    return config
+    expected = "a TrainerConfig, HooksConfig or mapping first: Trainer(config, model, optimizer)"
+    check_instance("Trainer(config)", config, TrainerConfig, expected)
+    return cast("TrainerConfig", config)
 
 
 def check_gradient(loss: torch.Tensor) -> None:
@@ -162,12 +135,9 @@ def check_gradient(loss: torch.Tensor) -> None:
 
 def checked_model(model: Any) -> torch.nn.Module:
     """Return the model; raise if it is not a module, or an engine of DeepSpeed."""
-    if not isinstance(model, torch.nn.Module):
-        raise ArgumentError(
-            f"A model is a torch.nn.Module, not {show_value(model)}, a {type(model).__name__}."
-        )
+    check_instance("Trainer(…, model)", model, torch.nn.Module, "a torch.nn.Module")
     check_supported(model)
-    return model
+    return cast("torch.nn.Module", model)
 
 
 def device_for(wanted: str | None, model: torch.nn.Module) -> torch.device:
@@ -194,11 +164,7 @@ def checked_optimizers(
     if not isinstance(value, torch.optim.Optimizer):
         optimizers = read_items("optimizers", value, "one torch.optim.Optimizer or several")
     for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ArgumentError(
-                f"An optimizer is a torch.optim.Optimizer, not {show_value(optimizer)}, "
-                f"a {type(optimizer).__name__}."
-            )
+        check_instance("optimizers", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TrainingError(
                 "LBFGS evaluates a closure many times in a step, which this loop does not support. "
@@ -206,14 +172,10 @@ def checked_optimizers(
             )
     if not optimizers:
         raise TrainingError("A trainer needs at least one optimizer, got none.")
-    if every is not None and len(every) != len(optimizers):
+    if every is not None and (len(every) != len(optimizers) or 1 not in every):
         raise TrainingError(
-            f"optimizer_every has {len(every)} numbers for {len(optimizers)} optimizers."
-        )
-    if every is not None and 1 not in every:
-        raise TrainingError(
-            f"optimizer_every is {list(every)}: one of the optimizers has to step in every step. "
-            "To step less often altogether, use `accumulate`."
+            f"optimizer_every is {list(every)} for {len(optimizers)} optimizers. Expected one "
+            "number for each, and a 1: to step less often altogether, use `accumulate`."
         )
     _check_parameters(optimizers, model)
     return optimizers
@@ -264,13 +226,14 @@ def check_same_training(trainer: Trainer, training: Mapping[str, Any]) -> None:
     processes, described = trainer.strategy.processes, _describe(trainer, training)
     own = {name: number_items(to_jsonable(value)) for name, value in described.items()}
     main = processes.broadcast(own)
-    other = next((name for name in own if list(own[name].items()) != [*main[name].items()]), None)
-    problem = None
-    if other is not None:
-        problem = _explain(other, processes.rank, main[other], own[other])
-    for found in processes.gather(problem):
-        if found is not None:
-            raise TrainingError(found)
+    problems = [
+        _explain(name, processes.rank, main[name], own[name])
+        for name in own
+        if list(own[name].items()) != list(main[name].items())  # in the same order
+    ]
+    for found in processes.gather(problems[:1]):
+        if found:
+            raise TrainingError(found[0])
 
 
 def require_all_processes(trainer: Trainer, function: str) -> None:
@@ -307,20 +270,15 @@ def _describe(trainer: Trainer, training: Mapping[str, Any]) -> dict[str, dict[s
 
 
 def _explain(section: str, rank: int, main: dict[str, Any], other: dict[str, Any]) -> str:
-    pairs = diff_configs(main, other)
     shown = [
         f"{name}: {_show(of_main)} in rank 0, {_show(of_other)} in rank {rank}"
-        for name, (of_main, of_other) in list(pairs.items())[:_SHOWN]
+        for name, (of_main, of_other) in diff_configs(main, other).items()
     ] or ["the order"]
-    if len(pairs) > _SHOWN:
-        shown.append(f"and {len(pairs) - _SHOWN} more")
-    advice = "Give all processes the same: they would wait for each other, or train other models."
-    if section == "hooks":
-        advice = (
-            "Register the same hooks in all processes: `ranks='main'` of a hook says that it is "
-            "called in rank 0 only."
-        )
-    return f"The {section} of the processes differ ({'; '.join(shown)}). {advice}"
+    return (
+        f"The {section} of the processes differ ({join_some(shown, _SHOWN)}). Give all processes "
+        "the same: they would wait for each other, or train other models. A hook that one process "
+        "needs is registered in all, with ranks='main'."
+    )
 
 
 def _show(value: Any) -> str:

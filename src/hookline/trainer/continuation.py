@@ -316,14 +316,15 @@ def _apply_optimizer_settings(
     parents = [pair for pair in described if pair[0].get("optimizer", 0) == idx]
     has_other_lr = any(names & {"lr", "max_lr"} for names in changed)
     has_other_unit = before.get("scheduler_every") != trainer.config.scheduler_every
-    set_by_schedule = _apply_schedule(
+    unstepped = [dict(group) for group in groups]
+    is_stepped = _apply_schedule(
         trainer, idx, state, parents, is_changed=has_other_lr or has_other_unit
     )
     saved_groups = state["optimizers"][idx]["param_groups"]
-    for names, more, group, saved in zip(
-        changed, set_by_schedule, groups, saved_groups, strict=False
-    ):
-        saved |= {name: group[name] for name in names | more if name in group}
+    for names, was, group, saved in zip(changed, unstepped, groups, saved_groups, strict=False):
+        if is_stepped:  # only what the schedule sets: groups may have counters, or a hook's values
+            names |= {"lr", "initial_lr"} | {n for n in group if group[n] is not was.get(n)}
+        saved |= {name: group[name] for name in names & group.keys() - {"params"}}
 
 
 def _apply_schedule(
@@ -333,8 +334,8 @@ def _apply_schedule(
     parents: Sequence[tuple[Any, dict[str, Any]]],
     *,
     is_changed: bool,
-) -> list[set[str]]:
-    """Write the states of an optimizer's schedulers; return the options of groups that they set.
+) -> bool:
+    """Write the states of an optimizer's schedulers; return whether they were stepped.
 
     `parents` are the settings and states of the parent's schedulers.
     """
@@ -348,20 +349,18 @@ def _apply_schedule(
             new = {name for name, value in now[number].items() if was.get(name) != value}
             changes = {name: value for name, value in vars(scheduler).items() if name in new}
             state["schedulers"][number] = saved | changes
-        return [set() for _ in optimizer.param_groups]
+        return False
     every = trainer.config.optimizer_every
     position = state["step"] if every is None else state["step"] // every[idx]
     if trainer.config.scheduler_every == "epoch":
         position = state["position"]["epoch"]
-    set_by_schedule = _step_to(list(own.values()), optimizer, position)
+    _step_to(list(own.values()), position)
     for number, scheduler in own.items():
         state["schedulers"][number] = scheduler.state_dict()
-    return set_by_schedule
+    return True
 
 
-def _step_to(schedulers: Sequence[Any], optimizer: Any, position: int) -> list[set[str]]:
-    """Step schedulers to a position; return the options of each group that they set."""
-    before = [dict(group) for group in optimizer.param_groups]
+def _step_to(schedulers: Sequence[Any], position: int) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the optimizer has not stepped yet
@@ -371,7 +370,3 @@ def _step_to(schedulers: Sequence[Any], optimizer: Any, position: int) -> list[s
                         scheduler.step()
     except Exception as error:  # a scheduler may raise anything
         raise CheckpointError(f"The schedule cannot be stepped to {position}: {error}") from error
-    return [
-        {"lr", "initial_lr"} | {n for n, v in group.items() if n != "params" and was.get(n) != v}
-        for was, group in zip(before, optimizer.param_groups, strict=True)
-    ]

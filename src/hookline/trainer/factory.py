@@ -48,7 +48,7 @@ def get_trainer(
         check_instance("get_trainer(…, device=…)", device, str | torch.device, "a device or None")
     if kind != "simple":
         options = {"strategy": kind, **options}
-    own = ("config", "model", "optimizers", "hooks", "unknown")
+    own = ("config", "model", "optimizers", "hooks")
     arguments = [name for name in inspect.signature(Trainer).parameters if name not in own]
     hooks = options.get("hooks", {})
     is_config = isinstance(hooks, Mapping) and set(hooks) <= set(HooksConfig.model_fields)

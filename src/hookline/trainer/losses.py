@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -47,11 +47,7 @@ class LossComputer:
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
         """Return the loss, a tensor with one element, and further metrics."""
         if self.step_fn is not None:
-            try:
-                return _checked(self.step_fn(model, batch), "step_fn")
-            except AttributeError as error:
-                _explain_wrapper(error, model)
-                raise
+            return _checked(self.step_fn(model, batch), "step_fn")
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             inputs, targets = batch
             outputs = model(inputs)
@@ -65,8 +61,7 @@ class LossComputer:
             return self._from_mapping(model, batch)
         raise TrainingError(
             f"Cannot compute the loss of this batch: {describe_structure(batch)}. "
-            "Expected (inputs, targets), or a mapping for a model that returns its loss; or give "
-            "step_fn(model, batch)."
+            "Expected (inputs, targets), or a mapping; or give step_fn(model, batch)."
         )
 
     def _from_mapping(
@@ -115,21 +110,6 @@ def _observable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of torch.nn.functional as an observer has replaced it there, or itself."""
     current: Any = getattr(F, str(getattr(function, "__name__", "")), None)
     return current if getattr(current, "__wrapped__", None) is function else function
-
-
-def _explain_wrapper(error: AttributeError, model: torch.nn.Module) -> None:
-    """Raise a clear error if the attribute is the model's, and `step_fn` has its DDP wrapper."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return
-    name, kind = error.name, type(model.module).__name__
-    if error.obj is model and name is not None and hasattr(model.module, name):
-        raise TrainingError(
-            f"step_fn(model, batch) uses `model.{name}`, but with several processes `model` is the "
-            f"DistributedDataParallel around the {kind}: calling it averages the gradients of all "
-            f"processes, and methods of the {kind} would not. Expected a call `model(…)`. Do the "
-            f"work of `{name}` in the {kind}'s forward; what is only read is in "
-            f"`getattr(model, 'module', model).{name}`."
-        ) from error
 
 
 def _classes_second(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -187,31 +167,20 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     try:
-        return isinstance(value, int) or (hasattr(value, "__float__") and float(value) is not None)
-    except (TypeError, ValueError):  # such as an array with several elements
-        return False
-
-
-class BatchPlace(NamedTuple):
-    """Where a batch was in the data."""
-
-    epoch: int
-    loader: str
-    batch_idx: int
-
-    def __str__(self) -> str:
-        return f"It was in epoch {self.epoch}, loader '{self.loader}', batch {self.batch_idx}."
+        float(value)
+    except (TypeError, ValueError, OverflowError):  # such as an array with several elements
+        return isinstance(value, int)
+    return not isinstance(value, str)
 
 
 class LossCheck:
     """Checks losses as `on_nan` says; with "stop" and `deferred`, one batch later."""
 
     def __init__(self, on_nan: Literal["stop", "skip", "continue"], *, deferred: bool) -> None:
-        self._on_nan = on_nan
-        self._deferred = deferred
-        self._copies: list[tuple[torch.Tensor, Any, BatchPlace]] = []  # on the way to the CPU
+        self._on_nan, self._deferred = on_nan, deferred
+        self._previous: tuple[torch.Tensor, Any, str] | None = None  # on the way to the CPU
 
-    def check(self, loss: Any, place: BatchPlace) -> str | TrainingError:
+    def check(self, loss: Any, place: str) -> str | TrainingError:
         """Return why the step is skipped ("" if not), or the error to raise after this batch.
 
         A deferred check raises for the batch before this one, so that at most one step is made on
@@ -220,35 +189,33 @@ class LossCheck:
         if self._on_nan == "skip":
             value = float(loss)  # waits for the device, as documented for this setting
             if not math.isfinite(value):
-                log.warning(
-                    "The loss is %s; the step is skipped. %s",
-                    *(value, place),
-                    extra={"own_rank": True},
-                )
+                text = "The loss is %s; the step is skipped, in %s."
+                log.warning(text, value, place, extra={"own_rank": True})
                 return f"the loss is {value}"
         elif self._on_nan == "stop":
             if not self._deferred:
                 return "" if math.isfinite(loss) else _not_finite(loss, place)
             self.finish()  # waits for the loss of the batch before, not for this one
             event = None if loss.device.type == "cpu" else torch.Event(loss.device)
-            self._copies.append((loss.to("cpu", non_blocking=True), event, place))
+            self._previous = loss.to("cpu", non_blocking=True), event, place
             if event is not None:
                 event.record()
         return ""
 
     def finish(self) -> None:
-        """Check the losses that are left; this waits for the device."""
-        while self._copies:
-            loss, event, place = self._copies.pop(0)
-            if event is not None:
-                event.synchronize()
-            if not math.isfinite(value := loss.item()):
-                raise _not_finite(value, place)
+        """Check the loss that is left; this waits for the device."""
+        if self._previous is None:
+            return
+        (loss, event, place), self._previous = self._previous, None
+        if event is not None:
+            event.synchronize()
+        if not math.isfinite(value := loss.item()):
+            raise _not_finite(value, place)
 
 
-def _not_finite(loss: float, place: BatchPlace) -> TrainingError:
+def _not_finite(loss: float, place: str) -> TrainingError:
     return TrainingError(
-        f"The loss was {loss}. {place} To continue anyway, set on_nan='skip' or 'continue'."
+        f"The loss was {loss} in {place}. To continue anyway, set on_nan='skip' or 'continue'."
     )
 
 

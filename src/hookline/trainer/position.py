@@ -23,10 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.context import numbers_in
 from hookline.errors import CheckpointError, TrainingError, listed
-from hookline.loop.pending_gradients import compare_gradients, load_gradients, save_gradients
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.random_state import (
-    describe_failure,
     describe_generators,
     describe_random_state,
     generator_state,
@@ -35,7 +33,7 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.loop.state import StateItem
+from hookline.loop.state import StateItem, compare_gradients, load_gradients, save_gradients
 from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,
@@ -371,10 +369,11 @@ def _describe_pass(loader: Any, saved: Mapping[str, Any], samples: int | None) -
 
 
 def _describe_seed(seed: torch.Tensor | None) -> list[str]:
-    def apply() -> None:
+    try:
         generator_with(seed)
-
-    return describe_failure("the seed of its workers", apply)
+    except Exception as error:  # whatever torch raises for a value of the wrong type
+        return [f"the seed of its workers cannot be restored: {type(error).__name__}: {error}"]
+    return []
 
 
 def _is_index(index: Any, samples: int | None) -> bool:

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from time import monotonic
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     Loss = LazyFloat | torch.Tensor | float | None
 
 Kind = Literal["auto", "bar", "plain", "jupyter", "off"]
-WINDOW = 30.0  # seconds that speed and time left are computed from
 
 
 class Progress:
@@ -67,7 +65,7 @@ class Progress:
         """
         self._epoch, self._batches, self._batches_seen = epoch, batches, seen
         if self._step == self._first_step:  # speed is measured from here, also in a resumed run
-            self._samples = deque([(self._clock(), self._step, self._position()[0])])
+            self._measured_from = self._clock(), self._position()[0]
 
     def advance(self, step: int, loss: Loss) -> None:
         """Count a batch, after which `step` steps are complete."""
@@ -131,24 +129,25 @@ class Progress:
 
     def _fields(self, now: float, loss: Loss) -> dict[str, str]:
         """Return the texts to show, in order, without those that are not known."""
-        samples, (position, end) = self._samples, self._position()
-        while len(samples) > 1 and samples[1][0] < now - WINDOW:
-            samples.popleft()
-        then, step_then, position_then = samples[0]
-        if now >= samples[-1][0] + WINDOW / 60:
-            samples.append((now, self._step, position))
+        since, first_position = self._measured_from
+        position, end = self._position()
+        seconds, steps = now - since, self._step - self._first_step
         fraction, number = self._fraction(), _number(loss)
-        left = None
-        if end is not None and position > position_then:
-            left = max(0.0, end - position) * (now - then) / (position - position_then)
+        left = rate = ""
+        if end is not None and position > first_position:
+            ahead = max(0.0, end - position) * seconds / (position - first_position)
+            left = f"left {_duration(ahead)}"
+        if steps > 0 and seconds > 0:
+            fast = steps > seconds
+            rate = f"{steps / seconds:.1f} steps/s" if fast else f"{seconds / steps:.1f} s/step"
         fields = {
             "epoch": f"epoch {_of(self._epoch + 1, self._epochs)}",
             "percent": "" if fraction is None else f"{fraction:.0%}",
             "step": f"step {_of(self._step, self._steps)}",
             "loss": number and f"loss {number}",
-            "rate": _rate(self._step - step_then, now - then),
+            "rate": rate,
             "elapsed": _duration(now - self._started),
-            "left": "" if left is None else f"left {_duration(left)}",
+            "left": left,
         }
         return {name: text for name, text in fields.items() if text}
 
@@ -228,17 +227,13 @@ class BarProgress(Progress):
         from rich.table import Table
         from rich.text import Text
 
-        room = 0
-        for name in ("", "elapsed", "rate", "epoch"):  # dropped in this order on a narrow terminal
-            fields.pop(name, None)
-            room = self._console.width - sum(len(text) + 2 for text in fields.values()) - 3
-            if room >= 8:
-                break
-        epoch, fraction = fields.pop("epoch", ""), self._fraction()
-        cells: list[Any] = [Text(epoch, "bold", no_wrap=True, overflow="crop")] if epoch else []
+        epoch, fraction = fields.pop("epoch"), self._fraction()
+        text = "  ".join(fields.values())
+        room = self._console.width - len(epoch) - len(text) - 6
+        cells: list[Any] = [Text(epoch, "bold", no_wrap=True, overflow="crop")]
         if fraction is not None and room >= 8:
             cells.append(ProgressBar(total=1.0, completed=fraction, width=min(40, room)))
-        cells.append(Text("  ".join(fields.values()), "cyan", no_wrap=True, overflow="crop"))
+        cells.append(Text(text, "cyan", no_wrap=True, overflow="crop"))
         line = Table.grid(padding=(0, 2, 0, 0))
         line.add_row(*cells)
         return line
@@ -322,12 +317,6 @@ def _number(value: Any) -> str:
     except Exception:  # a device that failed raises in the training loop, too
         return ""
     return f"{number:.4f}" if number == 0 or 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
-
-
-def _rate(steps: int, seconds: float) -> str:
-    if steps <= 0 or seconds <= 0:
-        return ""
-    return f"{steps / seconds:.1f} steps/s" if steps > seconds else f"{seconds / steps:.1f} s/step"
 
 
 def _duration(seconds: float) -> str:

@@ -17,7 +17,6 @@ device, except where a setting says so.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import signal
@@ -84,20 +83,21 @@ from hookline.trainer.checks import (
     device_for,
     match_schedulers,
     needs_metric,
-    refuse_unknown,
     require_all_processes,
 )
 from hookline.trainer.continuation import describe_settings, fork, resume
 from hookline.trainer.data_stream import Stream, end_together, set_loader_epoch, shard_loaders
 from hookline.trainer.lifecycle import (
+    Preempted,
     describe_run,
+    requeue,
     save_after_crash,
+    save_for_signal,
     start_record,
     summarize_hooks,
     write_report,
 )
 from hookline.trainer.losses import (
-    BatchPlace,
     LossCheck,
     LossComputer,
     TokenCount,
@@ -105,7 +105,6 @@ from hookline.trainer.losses import (
     mean_metrics,
 )
 from hookline.trainer.position import DataPosition, EpochProgress, make_items
-from hookline.trainer.preemption import Preempted, requeue, save_for_signal
 from hookline.trainer.progress import make_progress
 from hookline.trainer.strategies import SingleProcess, choose_accelerate, make_strategy
 from hookline.trainer.validation import Validation, has_ended_workers
@@ -158,9 +157,7 @@ class Trainer:
         tags: Iterable[str] = (),
         accelerator: Any = None,
         trackers: Any = (),
-        **unknown: Never,
     ) -> None:
-        refuse_unknown("Trainer()", unknown, inspect.signature(Trainer).parameters)
         counts_itself = isinstance(tokens_fn, str) and tokens_fn == "auto"
         count: Any = None if counts_itself else tokens_fn
         check_functions(loss_fn=loss_fn, step_fn=step_fn, tokens_fn=count)
@@ -261,9 +258,8 @@ class Trainer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"A {type(self).__name__} cannot be copied or pickled: it has open files, loaders and "
-            "hooks on the model. Save the run with `trainer.save_checkpoint(path)`, which "
-            "`fit(resume_from=path)` continues, or the weights with `trainer.model.state_dict()`."
+            f"A {type(self).__name__} cannot be copied or pickled. Save the run with "
+            "`trainer.save_checkpoint(path)`, which `fit(resume_from=path)` continues."
         )
 
     # -- hooks ------------------------------------------------------------------------------------
@@ -481,11 +477,9 @@ class Trainer:
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Record a value with this step: a scalar, histogram, text or image, as `kind` says."""
-        texts: Any = name, kind
-        if type(texts[0]) is not str or type(texts[1]) is not str or kind not in _KINDS:
-            check_name("trainer.log(name)", name)
-            if not isinstance(kind, str) or kind not in _KINDS:
-                raise RunError(f"Unknown kind {show_value(kind)}. There are {listed(_KINDS)}.")
+        check_name("trainer.log(name)", name)
+        if kind not in _KINDS:
+            raise RunError(f"Unknown kind {show_value(kind)}. There are {listed(_KINDS)}.")
         context = self.loop.context
         self.loop.record.value(context.step, context.epoch, name, value, kind)
 
@@ -571,7 +565,6 @@ class Trainer:
         fork_from: Any = None,
         per_sample_seed: bool = False,
         strict: bool = True,
-        **unknown: Never,
     ) -> Trainer:
         """Train.
 
@@ -591,9 +584,7 @@ class Trainer:
                 augmentation also in workers.
             strict: raise if the checkpoint to resume from does not fit, after listing all
                 differences; False loads what fits and lists the rest.
-            unknown: any other argument raises an error that suggests the nearest one.
         """
-        refuse_unknown("fit()", unknown, inspect.signature(Trainer.fit).parameters)
         check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
         check_flag("fit(…, strict=…)", strict)
         if resume_from is not None:
@@ -932,7 +923,8 @@ class Trainer:
     def _check_loss(self, loss: Any) -> TrainingError | None:
         """Skip the step of a loss that is not finite, or return the error to raise after it."""
         context = self.loop.context
-        place = BatchPlace(context.epoch, context.dataloader_name, context.batch_idx)
+        place = f"epoch {context.epoch}, loader '{context.dataloader_name}', "
+        place += f"batch {context.batch_idx}"
         problem = self._plan.loss_check.check(loss, place)
         if isinstance(problem, TrainingError):
             return problem
@@ -1021,7 +1013,7 @@ class Trainer:
         loop, fire, losses = self.loop, self._dispatchers, self._losses
         context, record = loop.context, loop.record
         loss = losses[0] if len(losses) == 1 else mean_loss(losses)
-        if context.norm_schedule is not None:
+        if context.norm_is_agreed:
             context.prepare_norm()
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
@@ -1256,15 +1248,11 @@ class Trainer:
 
     # -- a loop of the user's own -----------------------------------------------------------------
 
-    def training_step(self, batch: Any, *, lazy: bool = False) -> float | LazyFloat:
+    def training_step(self, batch: Any) -> float:
         """Train on one batch, and step when it completes a step; return the batch's loss.
 
         For users who write the loop themselves. The first call starts the run; `finish()` ends it.
-
-        Args:
-            batch: the batch.
-            lazy: return a `LazyFloat`, which waits for the device when it is read. By default the
-                loss is a `float`, and this waits.
+        This waits for the device.
         """
         try:
             if self.loop.phase is Phase.IDLE:
@@ -1273,8 +1261,7 @@ class Trainer:
                 self._epoch_length = None
                 self.loop.fire("on_epoch_start")
             self._run_batches([(batch, self.position.batches, 0, "train")], None)
-            loss = self.loop.context.latest_loss
-            return LazyFloat(loss) if lazy else float(loss)
+            return float(self.loop.context.latest_loss)
         except BaseException as error:
             self._fail(error)
             self._end()

@@ -15,8 +15,7 @@ from torch import Tensor
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
 from hookline.options import BuiltIn
-from hookline.tensors.finiteness import all_finite
-from hookline.tensors.global_norm import global_norm, reduce_sum
+from hookline.tensors.norms import all_finite, global_norm, reduce_sum
 from hookline.tensors.parameter_names import match_parameters, parameters_by_name
 from hookline.tensors.sharded import is_sharded, local
 from hookline.updates.gradients import require_dense

@@ -1,10 +1,14 @@
-"""Recording what a training run does, to compare it with another one."""
+"""Recording what a training run does, and the first difference between two recordings.
+
+A recording is a list of facts by step, in the order in which training happens, and the state at the
+end by dotted path. Values are digests, which are equal only if the values are equal bit for bit.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,67 +19,55 @@ from torch import Tensor
 
 from hookline.hook import Hook
 from hookline.loop.random_state import random_state
-from hookline.tensors.module_classes import module_class
+from hookline.tensors.name_patterns import module_class
 from hookline.tensors.nested import named_tensors
 
 _CHECKPOINT = "hookline_verify"
 _NOT_COMPARED = ("run", "disabled", "classes")  # keys of a trainer's state
 _POSITION = ("epoch", "batches", "now")  # keys of its position in the data
+_RANDOM = "position.now"
+_TRAINING = (_RANDOM, "model", "optimizers", "schedulers", "scaler", "step", "epoch", "round")
+_OF_HOOKS = ("hooks", "attributes")
 _ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device)
 
 
-class BatchRecord(NamedTuple):
-    """A batch that was trained on, and the random states before it."""
+class Fact(NamedTuple):
+    """One thing that training did in a step.
 
-    step: int  # in progress
-    loader: str
-    batch_idx: int
-    batch: str
-    random: str
+    Attributes:
+        kind: "batch", "random", "module", "gradient", "loss" or "weight".
+        name: of the loader, module, parameter or buffer.
+        value: a digest, or several; of a module its class, its inputs and its outputs.
+    """
 
-
-class StepRecord(NamedTuple):
-    """The loss of a step, and each parameter and buffer after it."""
-
-    loss: float
-    weights: dict[str, str]
-
-
-class ModuleCall(NamedTuple):
-    """A call of a module in training, in the order in which calls return."""
-
-    step: int
-    name: str
     kind: str
-    inputs: str
-    outputs: str
+    name: str
+    value: Any
 
 
 @dataclass
 class Recording:
     """The record of a training run, from its first step to its last.
 
-    `final` is the state of the trainer and its model at the end, by dotted path; `attributes` are
-    those of users' hooks, without flags, which may say that the hook was resumed. If traced,
-    `gradients` has each parameter's, by step and moment ("ready", "used").
+    Attributes:
+        first_step: completed steps when it began.
+        last_step: the last step that has ended.
+        facts: by step; calls of modules and gradients only if they are traced.
+        final: the state of the trainer and its model at the end, by dotted path, with the
+            attributes of users' hooks, apart from flags, which may say that it was resumed.
+        stateful_hooks: the hooks of users that have a `state_dict`.
+        checkpoint: where it was interrupted.
+        error: the error that ended it.
     """
 
     first_step: int = 0
-    batches: list[BatchRecord] = field(default_factory=list)
-    steps: dict[int, StepRecord] = field(default_factory=dict)
-    modules: list[ModuleCall] = field(default_factory=list)
-    gradients: dict[tuple[int, str], dict[str, str]] = field(default_factory=dict)
+    last_step: int = 0
+    facts: dict[int, list[Fact]] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
-    attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     stateful_hooks: set[str] = field(default_factory=set)
     checkpoint: Path | None = None
     error: str | None = None
     exception: Exception | None = None
-
-    @property
-    def last_step(self) -> int:
-        """The last step that was recorded."""
-        return max(self.steps, default=self.first_step)
 
 
 class Interruption(KeyboardInterrupt):
@@ -106,34 +98,32 @@ class RecordingHook(Hook):
 
     def on_train_start(self, model: torch.nn.Module, step: int) -> None:
         """Watch the modules."""
-        self.recording.first_step = step
-        self._step = step + 1
+        self.recording.first_step = self.recording.last_step = step
         for name, module in model.named_modules() if self._traces else ():
-            self._handles.append(
-                module.register_forward_hook(self._watch(name), with_kwargs=True, always_call=False)
-            )
+            self._handles.append(module.register_forward_hook(self._watch(name), with_kwargs=True))
 
     def on_train_batch_start(
         self, trainer: Any, batch: Any, batch_idx: int, dataloader_name: str, step: int
     ) -> None:
-        """Record the batch."""
+        """Record the batch, and the random states before it."""
         self._step = step + 1
-        random = _digest_value(random_state(trainer.device))
-        record = BatchRecord(step + 1, dataloader_name, batch_idx, _digest_value(batch), random)
-        self.recording.batches.append(record)
+        self._add("batch", dataloader_name, (batch_idx, _digest_value(batch)))
+        self._add("random", "", _digest_value(random_state(trainer.device)))
 
     def on_gradients_ready(self, model: torch.nn.Module) -> None:
         """Record the gradients before anything changes them."""
-        self._record_gradients(model, "ready")
+        self._add_gradients(model, "before updates")
 
     def on_before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Record the gradients that the optimizer uses."""
-        self._record_gradients(model, "used")
+        self._add_gradients(model, "after updates")
 
     def on_step_end(self, trainer: Any, model: torch.nn.Module, step: int, loss: float) -> None:
-        """Record the weights, and save the checkpoint to resume from."""
-        weights = {name: _digest_tensor(value) for name, value in _tensors_of(model)}
-        self.recording.steps[step] = StepRecord(loss, weights)
+        """Record the loss and the weights, and save the checkpoint to resume from."""
+        self.recording.last_step = step
+        self._add("loss", "", repr(loss))
+        for name, value in _tensors_of(model):
+            self._add("weight", name, _digest_tensor(value))
         if step == self._interrupt_at:
             trainer.save_checkpoint(trainer.run.checkpoints / _CHECKPOINT)
         if self._on_step is not None:
@@ -157,29 +147,124 @@ class RecordingHook(Hook):
             hook = trainer.hooks.get_hook(name)
             if hook is not self and not type(hook).__module__.startswith("hookline."):
                 values = {k: v for k, v in vars(hook).items() if not isinstance(v, bool)}
-                recording.attributes[name] = _flatten_state(values, plain_only=True)
-        recording.stateful_hooks = set(state["hooks"]) & set(recording.attributes)
+                for path, value in _flatten_state(values, plain_only=True).items():
+                    if path:
+                        recording.final[f"attributes.{name}.{path}"] = value
+                if name in state["hooks"]:
+                    recording.stateful_hooks.add(name)
+
+    def _add(self, kind: str, name: str, value: Any) -> None:
+        self.recording.facts.setdefault(self._step, []).append(Fact(kind, name, value))
 
     def _watch(self, name: str) -> Callable[..., None]:
         def record(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if module.training and torch.is_grad_enabled():
                 inputs, outputs = _digest_value((args, kwargs)), _digest_value(output)
-                call = ModuleCall(self._step, name, module_class(module).__name__, inputs, outputs)
-                self.recording.modules.append(call)
+                self._add("module", name, (module_class(module).__name__, inputs, outputs))
 
         return record
 
-    def _record_gradients(self, model: torch.nn.Module, moment: str) -> None:
-        if self._traces:
-            self.recording.gradients[self._step, moment] = {
-                name: _digest_tensor(parameter.grad)
-                for name, parameter in model.named_parameters()
-                if parameter.grad is not None
-            }
+    def _add_gradients(self, model: torch.nn.Module, moment: str) -> None:
+        for name, parameter in model.named_parameters() if self._traces else ():
+            if parameter.grad is not None:
+                self._add("gradient", name, (moment, _digest_tensor(parameter.grad)))
 
 
 def _tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+# -- comparison -----------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """The first difference between two recordings.
+
+    Attributes:
+        step: None if only the state at the end differs.
+        fact: what differs in a step, in the first recording.
+        other: the same in the second one; None if it has nothing there.
+        text: describes it.
+    """
+
+    step: int | None
+    fact: Fact | None
+    other: Fact | None
+    text: str
+
+
+def compare(a: Recording, b: Recording) -> Difference | None:
+    """Return the first difference in what training did, without the states of hooks.
+
+    If one of the runs was resumed, only the steps after that are compared.
+    """
+    for one in (a, b):
+        if one.error is not None:
+            return Difference(None, None, None, f"training fails: {one.error}")
+    last = min(a.last_step, b.last_step)
+    for step in range(max(a.first_step, b.first_step) + 1, last + 1):
+        ours, theirs = a.facts.get(step, []), b.facts.get(step, [])
+        for fact, other in zip(ours, theirs, strict=False):
+            if fact != other:
+                return Difference(step, fact, other, _describe_fact(step, fact, other))
+        if len(ours) != len(theirs):
+            fact = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+            return Difference(step, fact, None, f"step {step} has more batches in one of the runs")
+    if a.last_step != b.last_step:
+        text = f"one run ends after step {a.last_step}, the other after step {b.last_step}"
+        return Difference(last + 1, None, None, text)
+    names = _differing_paths(a, b, _TRAINING)
+    if not names:
+        return None
+    name = "the random states" if names[0].startswith(_RANDOM) else f"'{names[0]}'"
+    verb = "differ" if names[0].startswith(_RANDOM) else "differs"
+    return Difference(None, None, None, f"{name} {verb} at the end")
+
+
+def _describe_fact(step: int, fact: Fact, other: Fact) -> str:
+    if fact.kind == "batch":
+        return f"the loader '{fact.name}' gives another batch {fact.value[0]} in step {step}"
+    if fact.kind == "random":
+        return f"the random states differ before step {step}"
+    if fact.kind == "loss":
+        return f"the loss of step {step} is {fact.value} and {other.value}"
+    return f"the {fact.kind} '{fact.name}' differs in step {step}"
+
+
+def find_unstable_paths(a: Recording, b: Recording) -> frozenset[str]:
+    """Return what differs between hooks of two runs that did the same, such as measured times."""
+    return frozenset(_differing_paths(a, b, _OF_HOOKS))
+
+
+def find_hook_differences(
+    a: Recording, b: Recording, ignored: Collection[str]
+) -> tuple[dict[str, list[str]], set[str]]:
+    """Return which values of hooks differ at the end.
+
+    Returns:
+        Values in the states and attributes of hooks, by hook; and the users' hooks without a
+        `state_dict` whose attributes differ, which start anew when a run is resumed.
+    """
+    found: dict[str, list[str]] = {}
+    reset: set[str] = set()
+    for path in _differing_paths(a, b, _OF_HOOKS):
+        section, name, *rest = path.split(".", 2)
+        if path in ignored:
+            continue
+        if section == "hooks":
+            inner = f"['{rest[0]}']" if rest else ""
+            found.setdefault(name, []).append(f"state_dict(){inner}")
+        elif name in a.stateful_hooks & b.stateful_hooks:
+            found.setdefault(name, []).append(rest[0])
+        elif name not in a.stateful_hooks | b.stateful_hooks:
+            reset.add(name)
+    return found, reset
+
+
+def _differing_paths(a: Recording, b: Recording, sections: tuple[str, ...]) -> list[str]:
+    prefixes = tuple(f"{section}." for section in sections)
+    paths = [path for path in {**a.final, **b.final} if f"{path}.".startswith(prefixes)]
+    return [path for path in paths if a.final.get(path) != b.final.get(path)]
 
 
 # -- digests: texts that are equal only if the values are equal bit for bit -----------------------

@@ -13,31 +13,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.arguments import check_function, check_instance, describe_value, show_value
-from hookline.errors import ArgumentError, ConfigError, TrainingError, listed, nearest
-from hookline.printable import printable
+from hookline.arguments import check_function, check_instance, show_value
+from hookline.errors import ArgumentError, ConfigError, TrainingError, listed
 from hookline.text_tables import format_table
-from hookline.verification.comparison import (
+from hookline.verification.recording import (
     Difference,
+    Recording,
     compare,
-    find_first_module,
     find_hook_differences,
-    find_reset_hooks,
     find_unstable_paths,
 )
-from hookline.verification.recording import Recording
 from hookline.verification.training_runs import TrainingRuns, Watch
 
 _SHORT_EPOCH = 40  # an epoch of up to so many steps is run to its end by default
 _DEFAULT_STEPS = 20
-_FIT_OPTIONS = ("per_sample_seed", "strict")
 _SEED, _RESUME, _HOOKS = "the same seed twice", "resumed after step", "observing hooks on and off"
 
-_MAX_CULPRITS = 5  # that are looked for
 _NOT_AGAIN = "The difference did not occur again when it was looked for."
 
 Pair = Callable[[Sequence[str], bool], tuple[Recording, Recording]]
-Test = Callable[[Sequence[str]], bool]
 
 
 # -- the result -----------------------------------------------------------------------------------
@@ -58,8 +52,7 @@ class Culprit:
     reason: str
 
     def __str__(self) -> str:
-        name, reason = printable(self.name), printable(self.reason, 1000)
-        return f"{self.kind} '{name}': {reason}" if name else reason
+        return f"{self.kind} '{self.name}': {self.reason}" if self.name else self.reason
 
 
 @dataclass(frozen=True)
@@ -102,10 +95,10 @@ class Report:
         lines = [format_table(("check", "result", "compared"), rows)]
         for check in self.checks:
             if check.difference:
-                lines += ["", f"{check.name}: {printable(check.difference, 1000)}."]
+                lines += ["", f"{check.name}: {check.difference}."]
                 lines += [f"  {culprit}" for culprit in check.culprits]
         if self.notes:
-            lines += ["", *(f"note: {printable(note, 1000)}" for note in self.notes)]
+            lines += ["", *(f"note: {note}" for note in self.notes)]
         return "\n".join(lines)
 
 
@@ -114,7 +107,8 @@ def verify(
     steps: int | None = None,
     *,
     watch: Watch | None = None,
-    **fit_options: Any,
+    per_sample_seed: bool = False,
+    strict: bool = True,
 ) -> Report:
     """Check that a training run is reproducible, resumes exactly, and that hooks only observe.
 
@@ -132,14 +126,11 @@ def verify(
         steps: How many steps to train; by default one and a half epochs if an epoch has at most 40
             steps, else 20.
         watch: Called with what is being checked, the step, and the number of steps.
-        fit_options: Further arguments of `trainer.fit`, such as `per_sample_seed=True`.
+        per_sample_seed: As in `Trainer.fit`.
+        strict: As in `Trainer.fit`.
     """
-    is_function = callable(make_trainer) and not isinstance(make_trainer, type)
-    if not is_function or not (watch is None or callable(watch)):
-        raise ArgumentError(
-            f"verify(make_trainer, watch=…) takes functions, not {describe_value(make_trainer)} "
-            f"and {describe_value(watch)}."
-        )
+    if isinstance(make_trainer, type):
+        raise ArgumentError("verify(make_trainer) takes a function that returns a trainer.")
     check_function("make_trainer", make_trainer)
     if watch is not None:
         check_function("watch", watch, "what", "step", "steps")
@@ -149,15 +140,9 @@ def verify(
             raise ConfigError(
                 f"steps is {show_value(steps)}; expected 2 or more, to resume in between."
             )
-    for name in fit_options:
-        if name not in _FIT_OPTIONS:
-            raise ArgumentError(
-                f"verify() has no argument {show_value(name)}.{nearest(name, _FIT_OPTIONS)} Of "
-                f"those of fit() it takes {listed(_FIT_OPTIONS)}: it resumes runs itself, and the "
-                "data comes from make_trainer."
-            )
+    options = {"per_sample_seed": per_sample_seed, "strict": strict}
     with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
-        runs = TrainingRuns(make_trainer, Path(folder), watch, fit_options)
+        runs = TrainingRuns(make_trainer, Path(folder), watch, options)
         return _Verification(runs, steps or _choose_steps(runs)).report()
 
 
@@ -230,8 +215,8 @@ class _Verification:
         compared = _describe_steps(resumed, step)
         difference = compare(first, resumed)
         if difference is None:
-            found = find_hook_differences(first, resumed, unstable)
-            self._reset_hooks |= find_reset_hooks(first, resumed, unstable)
+            found, reset = find_hook_differences(first, resumed, unstable)
+            self._reset_hooks |= reset
             if not found:
                 return Check(name, "ok", compared)
             culprits = [
@@ -266,22 +251,14 @@ class _Verification:
         if difference is None:
             return Check(_HOOKS, "ok", compared)
 
-        def run(enabled: Sequence[str], steps: int) -> Recording:
-            off = [name for name in observers if name not in enabled]
-            return self._runs.run(_HOOKS, steps, disabled=off)
+        def differs(name: str) -> bool:
+            off = [other for other in observers if other != name]
+            return compare(self._runs.run(_HOOKS, self._steps, disabled=off), without) is not None
 
-        def make_test(names: Sequence[str]) -> Callable[[Sequence[str]], bool] | None:
-            found = difference if names == observers else compare(run(names, self._steps), without)
-            if found is None:
-                return None
-            last = found.step or self._steps  # the other runs need not go further
-            base = run((), last)
-            return lambda enabled: compare(run(enabled, last), base) is not None
-
-        found = _find_culprits(observers, make_test)
         reason = "training differs with it, and it does not say `intervenes = True`"
-        culprits = _name_hooks(found, reason) or (Culprit("unknown", "", _NOT_AGAIN),)
-        return Check(_HOOKS, "failed", compared, difference.text, culprits)
+        culprits = [Culprit("hook", name, reason) for name in observers if differs(name)]
+        unknown = Culprit("unknown", "", "No hook alone makes this difference.")
+        return Check(_HOOKS, "failed", compared, difference.text, tuple(culprits) or (unknown,))
 
     # -- what makes a difference ------------------------------------------------------------------
 
@@ -290,47 +267,21 @@ class _Verification:
 
         `pair` runs both again, without some hooks, and with traces if asked for.
         """
-        if difference.kind == "batch":
-            (loader,) = difference.names
+        if difference.fact is not None and difference.fact.kind == "batch":
+            loader = difference.fact.name
             reason = "its batches differ: its dataset, sampler or workers have a state of their own"
             return (Culprit("loader", loader, reason),)
         hooks = self._runs.hooks
         if hooks and not _differ(pair(hooks, False)):
-
-            def differs(enabled: Sequence[str]) -> bool:
-                return _differ(pair([name for name in hooks if name not in enabled], False))
-
-            found = _find_culprits(hooks, lambda names: differs if differs(names) else None)
+            reason = "without hooks, both runs are the same; with it alone, they are not"
+            found = [
+                Culprit("hook", name, reason)
+                for name in hooks
+                if _differ(pair([other for other in hooks if other != name], False))
+            ]
             if found:
-                return _name_hooks(found, "without it, both runs are the same")
-        return self._find_in_model(difference, *pair((), True))
-
-    def _find_in_model(
-        self, difference: Difference, a: Recording, b: Recording
-    ) -> tuple[Culprit, ...]:
-        module = find_first_module(a, b)
-        if module is not None:
-            call, has_same_inputs = module
-            if has_same_inputs:
-                name = call.name or call.kind
-                reason = f"{call.kind} returns something else for the same input in step "
-                return (Culprit("module", name, f"{reason}{call.step}"),)
-            owner = call.name.rpartition(".")[0] or "the model's forward"
-            reason = f"it calls '{call.name or call.kind}' with another input in step {call.step}"
-            return (Culprit("module", owner, reason),)
-        for (step, moment), gradients in sorted(a.gradients.items()):
-            others = b.gradients.get((step, moment))
-            names = [n for n, d in gradients.items() if others is not None and others.get(n) != d]
-            if names:
-                what = "before updates" if moment == "ready" else "after updates"
-                reason = f"its gradient {what} differs in step {step}, from the same outputs"
-                return (Culprit("parameter", names[0], reason),)
-        if difference.kind == "weights":
-            reason = "it differs after an optimizer step with the same gradients"
-            return (Culprit("parameter", difference.names[0], reason),)
-        if _differ((a, b)):
-            return (Culprit("unknown", "", "All modules return the same in both runs."),)
-        return (Culprit("unknown", "", _NOT_AGAIN),)
+                return tuple(found)
+        return (_find_in_model(compare(*pair((), True))),)
 
     def _notes(self, last: int, unstable: frozenset[str]) -> list[str]:
         runs = self._runs
@@ -358,51 +309,36 @@ class _Verification:
         return notes
 
 
+def _find_in_model(difference: Difference | None) -> Culprit:
+    """Return what differs first in two runs whose modules and gradients were traced."""
+    if difference is None:
+        return Culprit("unknown", "", _NOT_AGAIN)
+    step, fact, other, text = difference
+    if fact is None or other is None or fact.name != other.name:
+        return Culprit("unknown", "", text)
+    if fact.kind == "module":
+        kind, inputs, _ = fact.value
+        if other.value[:2] == (kind, inputs):
+            reason = f"{kind} returns something else for the same input in step {step}"
+            return Culprit("module", fact.name or kind, reason)
+        owner = fact.name.rpartition(".")[0] or "the model's forward"
+        reason = f"it calls '{fact.name or kind}' with another input in step {step}"
+        return Culprit("module", owner, reason)
+    if fact.kind == "gradient":
+        moment = fact.value[0]
+        reason = f"its gradient {moment} differs in step {step}, from the same outputs"
+        return Culprit("parameter", fact.name, reason)
+    if fact.kind == "weight":
+        reason = f"it differs after step {step} with the same gradients"
+        return Culprit("parameter", fact.name, reason)
+    if fact.kind == "loss":
+        return Culprit("unknown", "", "All modules return the same in both runs.")
+    return Culprit("unknown", "", f"The first difference is in step {step}: {fact.kind}.")
+
+
 def _describe_steps(recording: Recording, start: int) -> str:
     return f"steps {start + 1} to {recording.last_step}"
 
 
 def _differ(pair: tuple[Recording, Recording]) -> bool:
     return compare(*pair) is not None
-
-
-def _name_hooks(found: list[tuple[str, ...]], reason: str) -> tuple[Culprit, ...]:
-    culprits: list[Culprit] = []
-    for names in found:
-        others = f" (only together: {listed(names)})" if len(names) > 1 else ""
-        culprits += [Culprit("hook", name, reason + others) for name in names]
-    return tuple(culprits)
-
-
-# -- bisection ------------------------------------------------------------------------------------
-
-
-def _find_culprits(
-    names: Sequence[str], make_test: Callable[[Sequence[str]], Test | None]
-) -> list[tuple[str, ...]]:
-    """Return the hooks that make a difference; several together if none of them does alone.
-
-    `make_test` gets the hooks that are left. It returns None if they make no difference, else a
-    function that returns whether some of them do. Half of them are switched off at a time.
-    """
-    culprits: list[tuple[str, ...]] = []
-    remaining = list(names)
-    while remaining and len(culprits) < _MAX_CULPRITS:
-        differs = make_test(remaining)
-        if differs is None:
-            break
-        found = _narrow(remaining, differs)
-        culprits.append(tuple(found))
-        remaining = [name for name in remaining if name not in found]
-    return culprits
-
-
-def _narrow(names: list[str], differs: Test) -> list[str]:
-    """Return a smallest subset that still makes a difference; all of them do."""
-    if len(names) == 1:
-        return names
-    middle = len(names) // 2
-    for half in (names[:middle], names[middle:]):
-        if differs(half):
-            return _narrow(half, differs)
-    return names

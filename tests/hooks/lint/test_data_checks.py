@@ -10,7 +10,14 @@ import torch
 from lint_loops import assert_none_failed
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    get_worker_info,
+)
 
 import hookline
 from hookline.hooks.lint.finding import Finding
@@ -193,3 +200,32 @@ def test_an_output_layer_of_its_own_is_not_found() -> None:
     model = Tied()
     model.head.weight = nn.Parameter(torch.randn(16, 8))
     assert lint_tied(model) == {}
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, is_split: bool) -> None:
+        self.is_split = is_split
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        first = worker.id if worker is not None and self.is_split else 0
+        for i in range(first, 96, 2 if self.is_split else 1):
+            generator = torch.Generator().manual_seed(i)
+            yield torch.randn(4, generator=generator), i % 2
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_stream_that_each_worker_reads_is_found(is_split: bool) -> None:
+    found = train(DataLoader(Stream(is_split), batch_size=8, num_workers=2), 1)
+    assert set(found) == (set() if is_split else {"stream-repeated-by-workers"})
+
+
+@pytest.mark.parametrize("case", ["equal", "constant", "different"])
+def test_batches_of_equal_samples_are_found(case: str) -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        x = x[:1].repeat(8, 1) if case == "equal" else x
+        return (torch.ones(8, 4) if case == "constant" else x), torch.arange(8) % 2
+
+    found = train([batch(step) for step in range(8)], 1)
+    assert ("samples-are-equal" in found) == (case == "equal")

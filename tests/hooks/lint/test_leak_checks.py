@@ -298,7 +298,7 @@ def test_padding_that_changes_outputs_is_found(kind, pooled):
     assert set(found) == ({"output-depends-on-padding"} if kind is Unmasked else set())
     if found:
         assert found["output-depends-on-padding"].subject == "attention_mask"
-        assert "the 9 tokens" in found["output-depends-on-padding"].message
+        assert "what is no padding" in found["output-depends-on-padding"].message
 
 
 @pytest.mark.parametrize("case", ["causal", "no padding", "other mask", "convolution"])
@@ -334,7 +334,7 @@ def test_packed_documents_that_see_each_other_are_found(inputs):
     model = Unmasked()
     found = lint_steps(model, lambda step: next_token(model, step, **inputs), 3)
     assert set(found) == {"packed-documents-attend-to-each-other"}
-    assert found["packed-documents-attend-to-each-other"].subject in inputs
+    assert found["packed-documents-attend-to-each-other"].subject.split(",")[0] in inputs
 
 
 @pytest.mark.parametrize("case", ["masked", "one document", "left padding", "no numbers"])

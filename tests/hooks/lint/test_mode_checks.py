@@ -387,3 +387,26 @@ def test_data_that_are_never_trained_on_are_an_evaluation():
     assert (
         train(classifier(), evaluate=lambda model: count_hits(model.eval()) or model.train()) == []
     )
+
+
+class OwnDropout(nn.Module):
+    def __init__(self, is_kept):
+        super().__init__()
+        self.dropout_p, self.is_kept = 0.2, is_kept
+
+    def forward(self, x):
+        if not self.training and not self.is_kept:
+            self.dropout_p = 0.0
+        return F.dropout(x, self.dropout_p, self.training)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_dropout_that_an_evaluation_switches_off_is_found(is_kept):
+    def evaluate(model):
+        model.eval()
+        with torch.no_grad():
+            model(data(100)[0])
+        model.train()
+
+    found = train(classifier(OwnDropout(is_kept)), evaluate=evaluate)
+    assert ("dropout-switched-off" in {finding.check for finding in found}) != is_kept

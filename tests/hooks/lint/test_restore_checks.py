@@ -213,3 +213,93 @@ def test_a_loss_that_hugging_face_hides_is_found(tmp_path: Path, hides: bool) ->
     hookline.attach(trainer, hooks=[hook])
     trainer.train()
     assert [(f.check, f.step) for f in hook.findings] == [("nonfinite-loss-hidden", 3)] * hides
+
+
+# -- what load_state_dict does ---------------------------------------------------------------------
+
+
+def lint_loaded(load: Any, *, at: int = 0, lr: float = 0.1) -> set[str]:
+    """Return what is found in a loop that calls `load(model, optimizer)` before a step."""
+    model = layers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    hook = hookline.Lint()
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for step in range(at + 3):
+            if step == at:
+                load(model, optimizer)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+    assert_none_failed(hook)
+    return {finding.check for finding in hook.findings}
+
+
+@pytest.mark.parametrize("prefix", ["module.", ""])
+def test_a_state_of_which_nothing_fits_is_found(prefix: str) -> None:
+    state = {f"{prefix}{key}": value for key, value in layers(1).state_dict().items()}
+    found = lint_loaded(lambda model, _: model.load_state_dict(state, strict=False))
+    assert found == ({"nothing-loaded"} if prefix else set())
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_state_that_is_a_reference_is_found(is_copied: bool) -> None:
+    kept: list[Any] = []
+
+    def load(model: nn.Module, optimizer: Any) -> None:
+        state = model.state_dict()
+        kept.append(copy.deepcopy(state) if is_copied else state)
+        model.load_state_dict(kept[0])
+
+    assert lint_loaded(load, at=2) == (set() if is_copied else {"state-is-reference"})
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_weights_that_are_initialised_after_loading_are_found(is_replaced: bool) -> None:
+    def load(model: nn.Module, optimizer: Any) -> None:
+        model.load_state_dict(layers(1).state_dict())
+        for parameter in model.parameters() if is_replaced else ():
+            nn.init.normal_(parameter)
+
+    expected = {"weights-replaced-after-loading"} if is_replaced else set()
+    assert lint_loaded(load) == expected
+
+
+@pytest.mark.parametrize("case", ["higher", "set again", "lower"])
+def test_a_learning_rate_that_a_checkpoint_brings_back_is_found(case: str) -> None:
+    other = layers()
+    old = torch.optim.Adam(other.parameters(), lr=1e-3 if case == "lower" else 0.5)
+    loss_of(other, 0).backward()
+    old.step()
+
+    def load(model: nn.Module, optimizer: Any) -> None:
+        optimizer.load_state_dict(old.state_dict())
+        if case == "set again":
+            optimizer.param_groups[0]["lr"] = 0.01
+
+    expected = {"learning-rate-of-old-run"} if case == "higher" else set()
+    assert lint_loaded(load, lr=0.01) == expected
+
+
+class Counting(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += len(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_a_counter_that_is_averaged_is_found(use_buffers: bool) -> None:
+    model = Counting()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    hook = hookline.Lint(only=["average-of-counters"])
+    with hookline.attach(model, optimizer, hooks=[hook]):
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            average.update_parameters(model)
+    assert len(hook.findings) == use_buffers

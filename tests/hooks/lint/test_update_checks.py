@@ -705,3 +705,109 @@ def test_layers_that_a_name_prefix_freezes_are_found(dot: str, is_found: bool) -
     assert ids(found) == ["frozen-by-name-prefix"] * is_found
     if is_found:
         assert found[0].subject == "10, 11, 12"
+
+
+# -- what is set where nothing reads it -----------------------------------------------------------
+
+
+def test_adapters_that_are_made_after_the_optimizer_are_found() -> None:
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model.first.requires_grad_(False)
+    model.middle.requires_grad_(False)
+    base = model.middle
+    model.middle = nn.Sequential(base, nn.Linear(16, 16))
+    (finding,) = lint(model, optimizer)
+    assert finding.check == "parameter-not-in-optimizer"
+    assert finding.subject == "middle.1.weight, middle.1.bias"
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_requires_grad_of_a_module_is_found(wrong: bool) -> None:
+    model: Any = layers()
+    if wrong:
+        model.first.requires_grad = False
+    else:
+        model.first.requires_grad_(False)
+    found = lint(model, SGD(model.parameters(), lr=0.1), steps=2)
+    assert ids(found) == ["requires-grad-set-on-module"] * wrong
+
+
+@pytest.mark.parametrize("place", ["defaults", "groups"])
+def test_a_learning_rate_beside_the_groups_is_found(place: str) -> None:
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        if number == 3:
+            target = [optimizer.defaults] if place == "defaults" else optimizer.param_groups
+            for each in target:
+                each["lr"] = 0.01
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    found = lint(model, optimizer, step_fn=step)
+    assert ids(found) == ["learning-rate-beside-groups"] * (place == "defaults")
+
+
+class OldRate(torch.optim.Optimizer):
+    """SGD with momentum that goes on with its first learning rate."""
+
+    def __init__(self, parameters: Any, lr: float, is_old: bool) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.first = lr if is_old else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.mul_(0.9).add_(p.grad)
+                p.sub_((self.first or group["lr"]) * buffer)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_an_optimizer_that_keeps_its_first_learning_rate_is_found(is_old: bool) -> None:
+    model = layers()
+    optimizer = OldRate(model.parameters(), 0.1, is_old)
+
+    def step(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.8**number
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+
+    assert ids(lint(model, optimizer, step_fn=step)) == ["update-uses-old-values"] * is_old
+
+
+class MadeInForward(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Linear(4, 4)(super().forward(x))
+
+
+def test_a_layer_that_is_made_in_the_forward_is_found() -> None:
+    model = MadeInForward()
+    (finding,) = lint(model, SGD(model.parameters(), lr=0.1))
+    assert finding.check == "parameter-made-in-forward"
+    assert finding.subject == "MadeInForward"
+
+
+class CachedLinear(nn.Linear):
+    is_refreshed = False
+    cache: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cache is None or (self.is_refreshed and self.cache[0] != self.weight._version):
+            self.cache = (self.weight._version, self.weight.detach().clone())
+        return F.linear(x, self.weight + (self.cache[1] - self.weight).detach(), self.bias)
+
+
+@pytest.mark.parametrize("is_refreshed", [True, False])
+def test_a_forward_that_uses_an_old_copy_of_a_weight_is_found(is_refreshed: bool) -> None:
+    model = layers()
+    model.middle = CachedLinear(16, 16)
+    model.middle.is_refreshed = is_refreshed
+    found = lint(model, SGD(model.parameters(), lr=0.1), steps=3)
+    assert ids(found) == ["forward-ignores-updates"] * (not is_refreshed)
+    assert not found or found[0].subject == "middle.weight"

@@ -34,6 +34,8 @@ class SavingHook(BuiltIn):
     comes at a later one, when the checkpoint is durable. Only then is the retention updated. If the
     save failed or was replaced, `checkpoint_failed` is called instead.
 
+    A hook that is added in the middle of a run manages the checkpoints that it saves itself.
+
     The hook is critical: without a folder, or without the metric to rank by, there would be no
     checkpoints. What goes wrong when a checkpoint is removed is logged, and training continues,
     unless `checkpoints.on_failure` of the trainer's configuration is `stop`.
@@ -63,18 +65,10 @@ class SavingHook(BuiltIn):
                 )
 
     def _open_late(self, trainer: Any) -> None:
-        """Find folder and checkpoints, if the hook was added or enabled in the middle of a run."""
+        """Find the folder, if the hook was added or enabled in the middle of a run."""
         folder = self._find_folder(trainer)
         if self._opened != (_run_id(trainer), folder):
             self._open(trainer, folder)
-            with logged_failures(trainer):
-                self._retention.find_saved(
-                    self._name_in(trainer), _run_id(trainer), self._ranking()
-                )
-
-    def _ranking(self) -> dict[str, Any]:
-        """Return what the saved state of a hook has that ranks in the same way."""
-        return {}
 
     def _name_in(self, trainer: Any) -> str:
         hooks = trainer.hooks.of_kind(self.hookline_kind)
@@ -106,11 +100,9 @@ class SavingHook(BuiltIn):
         self._opened = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoints of this hook with their scores."""
         return {"checkpoints": self._retention.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the list of checkpoints."""
         self._retention.load_state_dict(state["checkpoints"])
         self._resumed = True
 
@@ -287,7 +279,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._save(trainer, epoch, step, self._latest_metrics)
 
     def _is_due(self, step: int) -> bool:
-        """Return whether to save after a step; if so, count minutes from now."""
         if self._every_minutes is None:
             return self._every_steps is not None and step % self._every_steps == 0
         now = monotonic()
@@ -338,9 +329,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         late = self._saves_between_steps or self._saves_at_epoch_end(trainer)
         names = [*([] if self._monitor is None else [self._monitor]), *self._filename.metrics]
         return "on_epoch_end" if late else "on_validation_end", names
-
-    def _ranking(self) -> dict[str, Any]:
-        return {"monitor": self._monitor} | ({"mode": self._mode} if self._monitor else {})
 
     def _saves_at_epoch_end(self, trainer: Any) -> bool:
         return self._at_epoch_end or not self._validates(trainer)
@@ -397,7 +385,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     # -- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoints of this hook with their scores, and the latest metrics."""
         return super().state_dict() | {
             "monitor": self._monitor,
             "mode": self._mode,
@@ -408,7 +395,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; checkpoints that were ranked by another metric are not managed."""
         before = state["monitor"], None if state["monitor"] is None else state["mode"]
         now = self._monitor, None if self._monitor is None else self._mode
         if before == now:
@@ -427,11 +413,11 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
 
 def _check_triggers(**options: Any) -> None:
     """Raise if two options determine when to save, and neither refines the other."""
-    given = [name for name, value in options.items() if value]
-    if len(given) > 1 and given[0] in ("every", "every_n_minutes"):
+    chosen = [name for name, value in options.items() if value]
+    if len(chosen) > 1 and chosen[0] in ("every", "every_n_minutes"):
         raise ConfigError(
-            f"ModelCheckpoint: {given[0]} and {given[1]} both determine when to save. Pass one of "
-            "them, or add two hooks."
+            f"ModelCheckpoint: {chosen[0]} and {chosen[1]} both determine when to save. Pass one, "
+            "or add two hooks."
         )
 
 
@@ -463,46 +449,32 @@ class _Filename:
 
     def __init__(self, pattern: str, *, insert_names: bool) -> None:
         self._insert_names = insert_names
+        self._fields: list[tuple[str, str | None, str]] = []
         try:
-            parts = list(Formatter().parse(pattern))
+            for text, name, spec, conversion in Formatter().parse(pattern):
+                if name is not None:
+                    format(1 if name in _COUNTERS else 1.0, spec or "")
+                if name == "" or conversion:
+                    raise ValueError("a field is 'epoch', 'step' or the name of a metric")
+                self._fields.append((text, name, spec or ""))
+            if not pattern.strip():
+                raise ValueError("it is empty")
         except ValueError as error:
-            raise ConfigError(f"filename is {show_value(pattern)}: {error}.") from None
-        if not pattern.strip():
-            raise ConfigError("filename is empty. Use a pattern such as '{epoch}-{step}'.")
-        self._parts = [(text, name, spec or "") for text, name, spec, _ in parts]
-        self.metrics = [name for _, name, _ in self._parts if name and name not in _COUNTERS]
-        for _, name, spec, conversion in parts:
-            if name is not None:
-                _check_field(pattern, name, spec or "", conversion)
+            raise ConfigError(
+                f"filename is {show_value(pattern)}: {error}. Use a pattern such as "
+                "'{epoch}-{step}-{val/loss:.2f}'."
+            ) from None
+        self.metrics = [name for _, name, _ in self._fields if name and name not in _COUNTERS]
 
     def render(self, epoch: int, step: int, value_of: Callable[[str], float]) -> str:
-        """Return the name; `value_of` returns the value of a metric."""
+        """Return a valid name of a folder; `value_of` returns the value of a metric."""
         counters = {"epoch": epoch, "step": step}
         name = ""
-        for text, field, spec in self._parts:
+        for text, field, spec in self._fields:
             name += text
             if field is not None:
                 value = counters[field] if field in counters else value_of(field)
                 name += f"{field}=" if self._insert_names else ""
                 name += format(value, spec)
-        return _folder_name(name)
-
-
-def _check_field(pattern: str, name: str, spec: str, conversion: str | None) -> None:
-    if not name or conversion:
-        raise ConfigError(
-            f"filename is {show_value(pattern)}: a field is 'epoch', 'step' or the name of a "
-            "metric, with an optional format after a colon, as in {val/loss:.2f}."
-        )
-    try:
-        format(1 if name in _COUNTERS else 1.0, spec)
-    except ValueError as error:
-        raise ConfigError(
-            f"filename is {show_value(pattern)}: invalid format for '{name}': {error}."
-        ) from None
-
-
-def _folder_name(text: str) -> str:
-    """Return a text as a valid folder name that is not hidden, and not `last` or `best`."""
-    name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", text)
-    return f"_{name}" if name.startswith(".") or name in ("last", "best") else name
+        name = re.sub(r'[/\\:*?"<>|\x00-\x1f]', "_", name)
+        return f"_{name}" if name.startswith(".") or name in ("last", "best") else name

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from hookline.arguments import user_path
-from hookline.checkpoint.atomic_files import (
-    TEMPORARY,
-    hash_file,
-    hash_stream,
-    sync,
-)
-from hookline.checkpoint.catalog import read_manifest, read_pointers
+from hookline.checkpoint.atomic_files import TEMPORARY, hash_file, hash_stream, sync
+from hookline.checkpoint.catalog import read_manifest
 from hookline.checkpoint.remote import import_fsspec
-from hookline.checkpoint.retention import remove_checkpoint
 from hookline.errors import CheckpointError
 from hookline.files import is_plain_name, open_regular_file
 from hookline.hook import HookGroup
@@ -51,8 +44,6 @@ class UploadHook(BuiltIn):
         timeout: seconds to wait for pending copies at the end of training; after a signal such as
             SIGTERM no longer than `checkpoints.grace_seconds` allows, 30 by default.
         max_waiting: how many checkpoints may be pending; beyond that the oldest is skipped.
-        keep_local: keep the local checkpoint; False: remove it once its copy is verified, unless
-            `last` or `best` names it.
     """
 
     hookline_group = HookGroup.WRITER
@@ -68,18 +59,15 @@ class UploadHook(BuiltIn):
         backoff: Annotated[float, Field(ge=0)] = 1.0,
         timeout: PositiveFloat = 600.0,
         max_waiting: PositiveInt = 8,
-        keep_local: bool = True,
     ) -> None:
         self._destination = Destination(str(destination))
         self._retries, self._backoff = retries, backoff
         self._timeout, self._max_waiting = timeout, max_waiting
-        self._keep_local = keep_local
         self._worker: BackgroundWorker[tuple[Path, str]] | None = None
         self._has_ended = False
         self._reset()
 
     def _reset(self) -> None:
-        self._copied: dict[Path, tuple[Item, ...]] = {}  # the last item is the manifest
         self.uploaded: dict[Path, str] = {}
         """The paths of the copies, by checkpoint."""
         self.failed: list[Path] = []
@@ -104,12 +92,10 @@ class UploadHook(BuiltIn):
             self.skipped.append(path)
         if self._has_ended:  # by `trainer.save_checkpoint` after `fit`: no event comes any more
             self._wait_for_copies(trainer)
-        self._remove_local()
 
     def on_train_end(self, trainer: Any = None) -> None:
         self._has_ended = True
         self._wait_for_copies(trainer)
-        self._remove_local()
 
     def _wait_for_copies(self, trainer: Any) -> None:
         worker, self._worker = self._worker, None
@@ -140,8 +126,6 @@ class UploadHook(BuiltIn):
             try:
                 bundle = Bundle.of(path)
                 self.uploaded[path] = self._destination.upload(bundle, under, stop.is_set)
-                if bundle.items:
-                    self._copied[path] = bundle.items
             except _StoppedError:
                 break
             except Exception as error:  # anything that a network or a disk may raise
@@ -168,25 +152,6 @@ class UploadHook(BuiltIn):
         if path not in self.failed:  # on_train_end may have added it already
             self.failed.append(path)
 
-    # -- on the training thread -------------------------------------------------------------------
-
-    def _remove_local(self) -> None:
-        """Remove copied checkpoints, on the thread that also removes others.
-
-        A later checkpoint may have the name of one that was removed: its manifest is another one.
-        """
-        if self._keep_local:
-            return
-        for path, items in list(self._copied.items()):
-            manifest = items[-1]
-            source = manifest.source
-            is_same = source.is_file() and not source.is_symlink()
-            if is_same and hash_file(source) == manifest.hash:
-                if path.name not in read_pointers(path.parent).values():
-                    remove_checkpoint(path)
-            else:
-                del self._copied[path]
-
 
 # -- the destination ------------------------------------------------------------------------------
 #
@@ -199,27 +164,27 @@ class _StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Item:
-    """A file of a checkpoint, with the size and hash that its copy must have."""
+class _File:
+    """A file of a checkpoint, with the hash that its copy must have.
+
+    The name is relative to the checkpoint's folder; "" for a checkpoint that is a file.
+    """
 
     name: str
     source: Path
-    size: int
     hash: str
 
-    @classmethod
-    def of(cls, name: str, source: Path) -> Item:
-        """Return an item for a file that is not in a manifest."""
-        return cls(name, source, source.stat().st_size, hash_file(source))
+    def below(self, root: str) -> str:
+        """Return the file's path in a checkpoint of this path."""
+        return f"{root}/{self.name}" if self.name else root
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files of a checkpoint, the manifest last; also of one that a bare loop has written."""
+    """The files of a checkpoint, the manifest last; also of a checkpoint of another library."""
 
     name: str
-    items: tuple[Item, ...]
-    is_folder: bool
+    files: tuple[_File, ...]
 
     @classmethod
     def of(cls, path: Path) -> Bundle:
@@ -227,28 +192,18 @@ class Bundle:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist.")
         if path.is_file():
-            return cls(path.name, (Item.of(path.name, path),), is_folder=False)
+            return cls(path.name, (_File("", path, hash_file(path)),))
         try:
             facts = read_manifest(path)["files"]
         except CheckpointError:
             if (path / "state.json").exists():
                 raise
-            files = sorted(p for p in path.rglob("*") if p.is_file())  # of the user's own loop
-            items = [Item.of(p.relative_to(path).as_posix(), p.resolve()) for p in files]
+            paths = {p.relative_to(path).as_posix(): p.resolve() for p in sorted(path.rglob("*"))}
+            files = [_File(n, p, hash_file(p)) for n, p in paths.items() if p.is_file()]
         else:
-            items = [Item(n, path / n, f["size"], f["xxh3_64"]) for n, f in facts.items()]
-            items.append(Item.of(_MANIFEST, path / _MANIFEST))
-        return cls(path.name, tuple(items), is_folder=True)
-
-    def names(self) -> Iterator[str]:
-        """Yield the name, then alternatives in case it is taken."""
-        stem, dot, ending = (self.name, "", "") if self.is_folder else self.name.partition(".")
-        yield self.name
-        yield from (f"{stem}_{number}{dot}{ending}" for number in count(2))
-
-    def path_of(self, item: Item, name: str) -> str:
-        """Return the path of an item if the bundle has this name."""
-        return f"{name}/{item.name}" if self.is_folder else name
+            files = [_File(name, path / name, fact["xxh3_64"]) for name, fact in facts.items()]
+            files.append(_File(_MANIFEST, path / _MANIFEST, hash_file(path / _MANIFEST)))
+        return cls(path.name, tuple(files))
 
 
 class Destination:
@@ -266,47 +221,48 @@ class Destination:
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy under a temporary name, verify, and move file by file, the manifest last."""
         if under and not is_plain_name(under):
-            raise CheckpointError(
-                f"The id of the run is '{under}', which is not a plain name: nothing is copied to "
-                "the destination."
-            )
+            raise CheckpointError(f"The id of the run is '{under}', which is not a plain name.")
         fsspec, root = self._import_fsspec(), self._address
         fs, root = (fsspec.filesystem("file"), root) if self._is_local else fsspec.url_to_fs(root)
-        parent = "/".join(part for part in (root.rstrip("/"), under) if part)
+        parent = f"{root.rstrip('/')}/{under}".rstrip("/")
         temporary = f"{parent}/{TEMPORARY}{bundle.name}"
         fs.invalidate_cache()
         try:
-            for item in bundle.items:
-                target = f"{temporary}/{item.name}"
+            for file in bundle.files:
+                target = file.below(temporary)
                 fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-                with fs.open(target, "wb") as file:
-                    _copy(item.source, file, is_stopped)
+                with fs.open(target, "wb") as copy:
+                    _copy(file.source, copy, is_stopped)
                 self._sync(target)
-                _compare(item, target, fs.info(target)["size"], _digest(fs, target))
-            name = self._place(fs, bundle, temporary, parent)
+                if _digest(fs, target) != file.hash:
+                    raise OSError(f"{target} differs from what was written to {file.source}.")
+            name = self._place(fs, bundle, temporary)
         finally:
             with suppress(Exception):  # keep the first error
                 fs.rm(temporary, recursive=True)
         self._sync(parent)
         return "/".join(part for part in (self._address.rstrip("/"), under, name) if part)
 
-    def _place(self, fs: Any, bundle: Bundle, temporary: str, parent: str) -> str:
-        for name in bundle.names():
-            final = f"{parent}/{name}"
-            if fs.exists(final) and not _is_unfinished(fs, bundle, final):
-                if _has_copy(fs, bundle, parent, name):
-                    return name
-                continue
-            for item in bundle.items:
-                target = f"{parent}/{bundle.path_of(item, name)}"
-                folder = target.rpartition("/")[0]
-                fs.makedirs(folder, exist_ok=True)
-                fs.mv(f"{temporary}/{item.name}", target)
-                self._sync(folder)
-                size = fs.info(target)["size"]
-                _compare(item, target, size, item.hash)  # its hash was checked before it was moved
-            return name
-        raise AssertionError
+    def _place(self, fs: Any, bundle: Bundle, temporary: str) -> str:
+        """Move the files to a name that is free, or has this copy already; return the name."""
+        parent = temporary.rpartition("/")[0]
+        is_file = [file.name for file in bundle.files] == [""]
+        is_ours = any(file.name == _MANIFEST for file in bundle.files)
+        stem, dot, ending = bundle.name.partition(".") if is_file else (bundle.name, "", "")
+        number, name = 1, bundle.name
+        while fs.exists(final := f"{parent}/{name}"):
+            if is_ours and fs.isdir(final) and not fs.exists(f"{final}/{_MANIFEST}"):
+                break  # left from an interrupted upload
+            if all(_has_copy(fs, file.below(final), file) for file in bundle.files):
+                return name
+            number += 1
+            name = f"{stem}_{number}{dot}{ending}"
+        for file in bundle.files:
+            folder = file.below(final).rpartition("/")[0]
+            fs.makedirs(folder, exist_ok=True)
+            fs.mv(file.below(temporary), file.below(final))
+            self._sync(folder)
+        return name
 
     def _sync(self, path: str) -> None:
         """Have a file or folder survive a power failure: the original may be removed afterwards."""
@@ -314,18 +270,9 @@ class Destination:
             sync(Path(path))
 
 
-def _has_copy(fs: Any, bundle: Bundle, parent: str, name: str) -> bool:
-    paths = [(item, f"{parent}/{bundle.path_of(item, name)}") for item in bundle.items]
-    return all(
-        fs.isfile(path) and not fs.info(path).get("islink") and _digest(fs, path) == item.hash
-        for item, path in paths
-    )
-
-
-def _is_unfinished(fs: Any, bundle: Bundle, final: str) -> bool:
-    """Return whether this is left from an interrupted upload: files without a manifest."""
-    ours = bundle.is_folder and any(item.name == _MANIFEST for item in bundle.items)
-    return ours and not fs.isfile(final) and not fs.exists(f"{final}/{_MANIFEST}")
+def _has_copy(fs: Any, path: str, file: _File) -> bool:
+    is_regular = fs.isfile(path) and not fs.info(path).get("islink")
+    return is_regular and _digest(fs, path) == file.hash
 
 
 def _copy(source: Path, target: Any, is_stopped: Callable[[], bool]) -> None:
@@ -339,10 +286,3 @@ def _copy(source: Path, target: Any, is_stopped: Callable[[], bool]) -> None:
 def _digest(fs: Any, path: str) -> str:
     with fs.open(path, "rb") as file:
         return hash_stream(file)
-
-
-def _compare(item: Item, target: str, size: int, found: str) -> None:
-    if size != item.size:
-        raise OSError(f"{target} has {size} bytes, but {item.source} has {item.size}.")
-    if found != item.hash:
-        raise OSError(f"{target} differs from what was written to {item.source}.")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,22 +24,13 @@ from hookline.hooks.metric_lookup import log_or_print
 from hookline.hooks.monitoring.monitor_bases import parameters_of
 from hookline.options import BuiltIn
 from hookline.printable import printable_message
-from hookline.tensors.finiteness import all_finite, first_nonfinite, nonfinite_names
 from hookline.tensors.nested import describe_structure, named_tensors
+from hookline.tensors.norms import all_finite, first_nonfinite, nonfinite_names
 
 log = logging.getLogger("hookline")
 
 Check = Literal["loss", "gradients", "parameters"]
 DEFAULT_CHECKS: tuple[Check, ...] = ("loss", "gradients")
-
-
-@dataclass(frozen=True)
-class _Finding:
-    """A value that is not finite, and the module that it comes from, if that is known."""
-
-    of: Literal["loss", "gradient", "parameter"]
-    message: str
-    module: str | None = None
 
 
 class DebugHook(BuiltIn):
@@ -51,7 +40,7 @@ class DebugHook(BuiltIn):
     the batch or of the model's inputs, that is not. If all of them are finite, it repeats the last
     forward, on a copy of the model that shares the parameters, and names the first module whose
     output is not finite, or the module whose own code computed such an input for another. This
-    changes nothing in training. The message says what was looked at, and what could not be.
+    changes nothing in training.
 
     It is logged once, and again only if everything was finite for a step in between. In a run it is
     also an event, `debug_finding`. Gradients are not checked under a `GradScaler`, which lets them
@@ -143,8 +132,7 @@ class DebugHook(BuiltIn):
     def _check_loss(self, trainer: Any, step: int, value: float, *, after_step: bool) -> None:
         if self._is_new("loss", math.isfinite(value), trainer, skip=not after_step):
             cause, module = self._explain(trainer.model, after_step=after_step)
-            finding = _Finding("loss", f"The loss is {value}. {cause}", module)
-            self._act(trainer, step, finding)
+            self._act(trainer, step, "loss", f"The loss is {value}. {cause}", module)
 
     def on_gradients_ready(self, trainer: Any, step: int, optimizer_idx: int) -> None:
         """Check the gradients before they are clipped or changed."""
@@ -154,9 +142,16 @@ class DebugHook(BuiltIn):
         is_finite = all_finite(g for g in gradients if g is not None)
         if self._is_new("gradients", is_finite, trainer, skip=True):
             named = [(n, p.grad) for n, p in _named_parameters(trainer) if p.grad is not None]
+            names = nonfinite_names(named)
+            last = first_nonfinite(
+                (name, gradient) for name, gradient in named if name == names[-1]
+            )
+            message = (
+                f"The gradients of {len(names)} of {len(named)} parameters are not finite. In the "
+                f"model's order, which backward usually follows from the end, the last is {last}."
+            )
             cause, module = self._explain(trainer.model)
-            finding = _Finding("gradient", f"{_describe_gradients(named)} {cause}", module)
-            self._act(trainer, step + 1, finding)
+            self._act(trainer, step + 1, "gradient", f"{message} {cause}", module)
 
     def on_step_end(self, trainer: Any, step: int, loss: LazyFloat | None = None) -> None:
         if step % self.every == 0:
@@ -179,13 +174,11 @@ class DebugHook(BuiltIn):
             return
         if self._is_new("parameters", all_finite(parameters_of(trainer.optimizers)), trainer):
             found = first_nonfinite(_named_parameters(trainer))
-            finding = _Finding("parameter", f"The parameter {found} is not finite.")
-            self._act(trainer, step, finding)
+            self._act(trainer, step, "parameter", f"The parameter {found} is not finite.")
 
     def on_train_end(self) -> None:
         for check, count in self._counts.items():
-            checks = "1 check" if count == 1 else f"{count} checks"
-            log.warning("In this run the %s had NaN or Inf in %s.", check, checks)
+            log.warning("In this run the %s had NaN or Inf in %s check(s).", check, count)
         self._reset()
 
     def _is_new(self, check: Check, finite: bool, trainer: Any, *, skip: bool = False) -> bool:
@@ -205,101 +198,77 @@ class DebugHook(BuiltIn):
         self, model: torch.nn.Module, *, after_step: bool = False
     ) -> tuple[str, str | None]:
         """Return where a value that is not finite may come from, and the module if it is known."""
-        call, last = self._call, "last " if self._forwards > 1 else ""
-        looked_at = ["parameters", "buffers"]
-        places: list[tuple[str, Any]] = [
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ]
+        call = self._call
+        places: dict[str, Any] = {
+            "parameter": model.named_parameters(),
+            "buffer": model.named_buffers(),
+        }
         if self._batch is not None:
-            looked_at.append(f"the {last}batch")
-            places.append(("part of the batch", named_tensors(self._batch, "batch")))
+            places["part of the batch"] = named_tensors(self._batch, "batch")
         if call is not None:
-            looked_at.append(f"the model's {last}inputs")
-            inputs = [*named_tensors(call.args, "args"), *named_tensors(call.kwargs, "kwargs")]
-            places.append(("input of the model", inputs))
-        for kind, named in places:
-            named = list(named)
-            found = first_nonfinite(named)
-            if found is not None:
+            arguments = {"args": call.args, "kwargs": call.kwargs}
+            places["input of the model"] = [
+                pair for name, value in arguments.items() for pair in named_tensors(value, name)
+            ]
+        for kind, named in places.items():
+            if (found := first_nonfinite(named)) is not None:
                 when = " after the step, which may have made it so," if after_step else ""
-                return f"{_describe_place(kind, named, when)} is {found}.", None
-        finite = f"{', '.join(looked_at[:-1])} and {looked_at[-1]} are finite".capitalize()
+                return f"The first {kind} that is not finite{when} is {found}.", None
+        finite = f"Each {', '.join(places)} is finite"
         if call is None:
             return f"{finite}. The forward was not seen, so it was not repeated.", None
+        if self._forwards > 1:
+            finite += f" in the last of the step's {self._forwards} forwards"
         try:
             found_call = find_nonfinite_call(call)
         except CannotRepeatError as error:
             return f"{finite}. The model's forward could not be repeated: {error}.", None
         if found_call is None:
-            earlier = f"at the step's {self._forwards - 1} earlier forwards, " if last else ""
             return (
-                f"{finite}, and so are the outputs of all modules in a repeated forward: look "
-                f"{earlier}at the loss function (a log or a division by 0?), at what differs "
-                "between two forwards (dropout, edits), and at backward."
+                f"{finite}, and so are the outputs of all modules in a repeated forward: look at "
+                "the loss function (a log or a division by 0?), at what differs between two "
+                "forwards (dropout, edits), and at backward. The probe DebugProbe('**') looks at "
+                "the forwards of training themselves."
             ), None
+        module, caller = found_call
         seen = f"{finite}. In a repeated forward, the first output that is not finite is that of"
-        if found_call.received_by is not None and found_call.caller is not None:
-            is_same = found_call.received_by == found_call.module
-            whose = "its input" if is_same else f"the input of {_quote(found_call.received_by)}"
-            return (
-                f"{seen} {_quote(found_call.module)}, and {whose} was not finite already: look "
-                f"at the code of {_quote(found_call.caller)} before that call."
-            ), None
-        return f"{seen} {_quote(found_call.module)}.", found_call.module
+        if caller is None:
+            return f"{seen} {_quote(module)}.", module
+        return (
+            f"{seen} {_quote(module)}, and its input was not finite already: look at the code of "
+            f"{_quote(caller)}."
+        ), None
 
     @property
     def _stops(self) -> bool:
         has_terminal = all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout))
         return self._action == "stop" or (self._action == "break" and not has_terminal)
 
-    def _act(self, trainer: Any, step: int, finding: _Finding) -> None:
-        log.warning("Step %d: %s", step, finding.message)
+    def _act(
+        self, trainer: Any, step: int, where: str, message: str, module: str | None = None
+    ) -> None:
+        log.warning("Step %d: %s", step, message)
         run = getattr(trainer, "run", None)
         if run is not None and hasattr(run, "event"):
-            where = finding.of if finding.module is None else "output"
             run.event(
                 "debug_finding",
                 step=step,
                 probe=find_calling_hook() or "debug",
-                module=finding.module,
+                module=module,
                 condition="nonfinite",
-                where=where,
-                message=finding.message,
+                where=where if module is None else "output",
+                message=message,
             )
         if self._stops:
-            trainer.stop(f"DebugHook: {finding.message}")
+            trainer.stop(f"DebugHook: {message}")
         elif self._action == "break":
-            _break(trainer, trainer.model, self._batch, finding.message)
+            _break(trainer, trainer.model, self._batch, message)
 
 
 def _break(trainer: Any, model: torch.nn.Module, batch: Any, problem: str) -> None:
     print(printable_message(problem))
     print("Available: trainer, model, batch. `c` continues, `q` ends training.")
     breakpoint()
-
-
-def _describe_gradients(named: Sequence[tuple[str, torch.Tensor]]) -> str:
-    """Return which gradients are not finite, the one that backward computes first before all."""
-    names = nonfinite_names(named)
-    last = first_nonfinite((name, gradient) for name, gradient in named if name in names[-1:])
-    if len(names) < 2:
-        return f"The gradient of {last} is not finite."
-    return (
-        f"The gradients of {len(names)} of {len(named)} parameters are not finite. In the model's "
-        f"order, which backward usually follows from the end, the last of them is {last}."
-    )
-
-
-def _describe_place(kind: str, named: list[tuple[str, torch.Tensor]], when: str) -> str:
-    """Return the beginning of a sentence that names the first tensor that is not finite."""
-    count = len(nonfinite_names(named)) if kind == "parameter" else 1
-    if count < 2:
-        return f"The first {kind} that is not finite{when}"
-    when = when.replace("made it so,", "made them so")
-    return (
-        f"{count} of {len(named)} parameters are not finite{when}; the first in the model's order"
-    )
 
 
 def _quote(module: str) -> str:

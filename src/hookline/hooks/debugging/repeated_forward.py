@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hookline.loop.random_state import random_state, restore_random_state
 from hookline.tensors.device_numbers import read_tensors
-from hookline.tensors.finiteness import extremes
-from hookline.tensors.module_classes import is_fsdp_module, unwrap_module
+from hookline.tensors.name_patterns import is_fsdp_module, unwrap_module
 from hookline.tensors.nested import map_tensors, tensors_in
+from hookline.tensors.norms import extremes
 from hookline.tensors.sharded import is_sharded
 
 
@@ -45,26 +45,13 @@ class ModelCall:
 
 
 @dataclass(eq=False)
-class NonfiniteCall:
-    """The first call whose output is not finite.
-
-    If its input was not finite already, `received_by` is the first module that got it, and `caller`
-    the one whose own code called that, with inputs that were finite.
-    """
-
-    module: str
-    received_by: str | None = None
-    caller: str | None = None
-
-
-@dataclass(eq=False)
 class _Measured:
     """The smallest and largest values of a call's inputs and outputs, on the device."""
 
     module: str
     caller: _Measured | None
     inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    outputs: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     has_bad_input: bool = False
 
 
@@ -86,11 +73,12 @@ def running_call() -> ModelCall | None:
     return ModelCall(model, found["args"], found["kwargs"], autocast)
 
 
-def find_nonfinite_call(call: ModelCall) -> NonfiniteCall | None:
-    """Repeat a call and return the first call within it whose output is not finite, or None.
+def find_nonfinite_call(call: ModelCall) -> tuple[str, str | None] | None:
+    """Repeat a call; return the first module whose output is not finite, or None.
 
-    Names are those of the model without wrappers; the model itself is "". This waits for the
-    device once.
+    If its input was not finite already, the second name is that of the module whose own code made
+    it so: its inputs were finite. Names are those of the model without wrappers; the model itself
+    is "". This waits for the device once.
     """
     copy, parameters = copy_sharing_parameters(call.model)
     ended = _measure_calls(copy)
@@ -103,7 +91,12 @@ def find_nonfinite_call(call: ModelCall) -> NonfiniteCall | None:
         one.has_bad_input = not all(map(math.isfinite, inputs))
         if first is None and not all(map(math.isfinite, outputs)):
             first = one
-    return None if first is None else _find_origin(first)
+    if first is None:
+        return None
+    origin: _Measured | None = first
+    while origin is not None and origin.has_bad_input:
+        origin = origin.caller
+    return first.module, None if origin is None or origin is first else origin.module
 
 
 def copy_sharing_parameters(model: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
@@ -143,15 +136,6 @@ def only_compute(call: ModelCall, parameters: list[nn.Parameter]) -> Generator[N
         raise CannotRepeatError(f"it failed ({type(error).__name__}: {error})") from error
 
 
-def _find_origin(first: _Measured) -> NonfiniteCall:
-    receiver = first
-    while receiver.caller is not None and receiver.caller.has_bad_input:
-        receiver = receiver.caller
-    if receiver.caller is None or not receiver.has_bad_input:
-        return NonfiniteCall(first.module)
-    return NonfiniteCall(first.module, receiver.module, receiver.caller.module)
-
-
 def _measure_calls(model: nn.Module) -> list[_Measured]:
     """Register hooks that measure each call of a module, and append it when it ends."""
     ended: list[_Measured] = []
@@ -159,7 +143,7 @@ def _measure_calls(model: nn.Module) -> list[_Measured]:
 
     def before(module: nn.Module, args: Any, kwargs: Any, name: str) -> None:
         caller = running[-1] if running else None
-        running.append(_Measured(name, caller, _extremes_in((args, kwargs)), []))
+        running.append(_Measured(name, caller, _extremes_in((args, kwargs))))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         measured = running.pop()

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.training_view import TrainingView
+from hookline.hooks.lint.training_view import FIRST_STEPS, TrainingView
 from hookline.loop.patches import calling_frames
-from hookline.tensors.module_classes import unwrap_module
+from hookline.tensors.name_patterns import unwrap_module
 
 _SEARCHED_STEP = 3  # an average is made before or in the first steps
 _STEPS_IN_A_ROW = 3
@@ -54,15 +54,12 @@ class _Average:
 
 
 class _AverageCheck(Check):
-    rule = 11
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._averages: list[_Average] | None = None
 
-    def _find_averages(self, view: TrainingView) -> list[_Average]:
-        if self._averages is None and view.steps_seen >= _SEARCHED_STEP:
-            self._averages = search_averages(view)
+    def _find_averages(self) -> list[_Average]:
+        if self._averages is None and self.view.steps_seen >= _SEARCHED_STEP:
+            self._averages = search_averages(self.view)
             if not self._averages:
                 self.left_out = "no average of the weights was found"
         return self._averages or []
@@ -77,23 +74,16 @@ class AverageMovesAway(_AverageCheck):
 
     Bug:
         ema.mul_(1 - decay).add_(weight, alpha=decay)  # decay = 0.999
-
-    Fix:
-        `ema.mul_(decay).add_(weight, alpha=1 - decay)`, or `torch.optim.swa_utils.AveragedModel`.
-
-    Ignore:
-        When the average is meant to follow the weights closely.
+    Fix: `ema.mul_(decay).add_(weight, alpha=1 - decay)`, or `torch.optim.swa_utils.AveragedModel`.
+    Ignore: When the average is meant to follow the weights closely.
     """
 
-    id = "average-moves-away"
-
-    def on_step_end(self, view: TrainingView) -> None:
-        """Measure which part of the way to the weights each average has taken since last time."""
-        if view.steps_seen > 3 * _MANY_STEPS and not view.is_due:
+    def on_step_end(self) -> None:
+        if self.view.steps_seen > 3 * _MANY_STEPS and not self.view.is_due:
             return
-        for average in self._find_averages(view):
-            now = _sample(view, [tensor for _, tensor, _ in average.pairs])
-            weights = _sample(view, [parameter for _, _, parameter in average.pairs])
+        for average in self._find_averages():
+            now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
+            weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
             if average.before is not None and average.weights is not None:
                 moved = now - average.before
                 # Most loops update the average after the step, some before it has ended.
@@ -101,10 +91,10 @@ class AverageMovesAway(_AverageCheck):
                 products = [
                     term for way in ways for term in ((moved * way).sum(), way.square().sum())
                 ]
-                view.read([moved.square().sum(), *products], self._judge, view, average)
+                self.read([moved.square().sum(), *products], self._judge, average)
             average.before, average.weights = now, weights
 
-    def _judge(self, numbers: list[float], view: TrainingView, average: _Average) -> None:
+    def _judge(self, numbers: list[float], average: _Average) -> None:
         moved, *products = numbers
         ways = [
             (product, square)
@@ -118,21 +108,19 @@ class AverageMovesAway(_AverageCheck):
         average.ratios.append(product / square if is_parallel else 0.5)
         latest, many = average.ratios[-_STEPS_IN_A_ROW:], average.ratios[-_MANY_STEPS:]
         if len(latest) == _STEPS_IN_A_ROW and max(latest) < 0:
-            self._find(view, average, f"it moves away from the weights, by {-latest[-1]:.3g} of")
+            self._find(average, f"it moves away from the weights, by {-latest[-1]:.3g} of")
         elif len(many) == _MANY_STEPS and min(many) > 0.9 and max(many) < 0.99999:
-            self._find(view, average, f"in each step it takes {many[-1]:.4g} of")
+            self._find(average, f"in each step it takes {many[-1]:.4g} of")
 
-    def _find(self, view: TrainingView, average: _Average, problem: str) -> None:
+    def _find(self, average: _Average, problem: str) -> None:
         self.find(
-            view,
             average.name,
             f"The average of '{average.pairs[0][0]}' and others is wrong: {problem} the way to the "
             "weights.",
-            "Update it with average = decay * average + (1 - decay) * weight, decay near 1.",
         )
 
 
-class AverageRestarts(_AverageCheck):
+class AverageRestartsAfterLoading(_AverageCheck):
     """An average was restored, but its first update throws it away.
 
     Many averages follow the weights closely at first, by a counter of updates. Where the counter
@@ -140,65 +128,53 @@ class AverageRestarts(_AverageCheck):
 
     Bug:
         decay = 0.999 * (1 - math.exp(-self.updates / 2000))  # `updates` is in no state_dict
-
-    Fix:
-        Save the counter with the average, as a buffer.
-
-    Ignore:
-        When the average is meant to start again.
+    Fix: Save the counter with the average, as a buffer.
+    Ignore: When the average is meant to start again.
     """
 
-    id = "average-restarts-after-loading"
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
+        super().setup()
         self._has_loaded = False
         self._start: list[tuple[_Average, Tensor]] = []
 
-    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Notice that a run is resumed."""
+    def on_state_loaded(self, target: Any, state: Any) -> None:
         is_optimizer = isinstance(target, torch.optim.Optimizer)
         self._has_loaded = self._has_loaded or (is_optimizer and bool(state.get("state")))
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Sample the averages before their first update."""
-        if view.steps_seen == 1 and self._has_loaded and not self._start:
-            for average in search_averages(view):
-                values = _sample(view, [tensor for _, tensor, _ in average.pairs])
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.view.steps_seen == 1 and self._has_loaded and not self._start:
+            for average in search_averages(self.view):
+                values = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
                 self._start.append((average, values))
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Measure how far the first update went."""
-        if view.steps_seen != 2:
+    def on_step_end(self) -> None:
+        if self.view.steps_seen != 2:
             return
         for average, before in self._start:
-            now = _sample(view, [tensor for _, tensor, _ in average.pairs])
+            now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
             weights = average.weights
             if weights is None:
                 continue
             moved, way = now - before, weights - before
             read = [(moved * way).sum(), way.square().sum(), moved.square().sum()]
-            view.read(read, self._judge, view, average)
+            self.read(read, self._judge, average)
         self._start = []
 
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Sample the weights that the first update uses."""
-        if view.steps_seen == 1:
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
+        if self.view.steps_seen == 1:
             for average, _ in self._start:
-                average.weights = _sample(view, [p for _, _, p in average.pairs])
+                average.weights = _sample(self.view, [p for _, _, p in average.pairs])
 
-    def _judge(self, numbers: list[float], view: TrainingView, average: _Average) -> None:
+    def _judge(self, numbers: list[float], average: _Average) -> None:
         product, square, moved = numbers
         if not square or product * product < 0.98 * square * moved:
             return
         part = product / square
         if 0.2 < part < 0.99999:  # 1 is a copy on purpose
             self.find(
-                view,
                 average.name,
                 f"The first update after a state was loaded moved the average {part:.3g} of the "
                 "way to the weights: what was averaged before is lost.",
-                "Save and load the average's counter of updates with it.",
             )
 
 
@@ -207,29 +183,58 @@ class AverageIsAlias(_AverageCheck):
 
     Bug:
         self.shadow = {name: p.data for name, p in model.named_parameters()}
-
-    Fix:
-        Copy the weights: `p.detach().clone()`.
-
-    Ignore:
-        Never: such an average is the weights themselves.
+    Fix: Copy the weights: `p.detach().clone()`.
+    Ignore: Never: such an average is the weights themselves.
     """
 
-    id = "average-is-alias"
-
-    def on_step_end(self, view: TrainingView) -> None:
-        """Compare where average and weight are in memory."""
-        if not view.is_due:
+    def on_step_end(self) -> None:
+        if not self.view.is_due:
             return
-        for average in self._find_averages(view):
+        for average in self._find_averages():
             shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
             if shared:
-                self.find(
-                    view,
-                    average.name,
-                    f"'{shared[0]}' and its average are the same memory.",
-                    "Copy the weights for the average: parameter.detach().clone().",
-                )
+                self.find(average.name, f"'{shared[0]}' and its average are the same memory.")
+
+
+class AverageOfCounters(_AverageCheck):
+    """A counter of the model is averaged, where it should be copied.
+
+    An integer buffer counts something; the mean of counts belongs to no state of the model, and
+    what is computed from it and other buffers is wrong.
+
+    Bug:
+        AveragedModel(model, use_buffers=True)  # the model has a buffer "count"
+    Fix: Average the parameters only, and copy the buffers: `use_buffers=False`.
+    Ignore: When nothing uses the averaged counter.
+    """
+
+    def on_step_end(self) -> None:
+        if self.view.steps_seen > FIRST_STEPS:
+            return  # values of the counter between due steps are not known
+        counters = {n: b for n, b in self.view.model.named_buffers() if b.dtype is torch.int64}
+        for average in self._find_averages():
+            holder = average.holder
+            own = dict(holder.named_buffers()) if isinstance(holder, nn.Module) else {}
+            for name, counter in counters.items():
+                key = next((k for k in own if f".{k}".endswith(f".{name}")), None)
+                is_other = "num_batches_tracked" not in name and counter.numel() == 1
+                if key is not None and is_other and own[key] is not counter:
+                    self.read([own[key], counter], self._judge, average.name, name)
+
+    def _judge(self, numbers: list[float], average: str, name: str) -> None:
+        mine, counter = numbers
+        seen = self._seen.setdefault(name, set())
+        seen.add(counter)
+        if self.in_a_row(mine not in seen and 0 < mine < counter, name) >= _STEPS_IN_A_ROW:
+            self.find(
+                f"{average}, buffer '{name}'",
+                f"The model's counter '{name}' is {counter:.0f}, and the average's is {mine:.0f}, "
+                "a number that the counter never was in a step that was looked at.",
+            )
+
+    def setup(self) -> None:
+        super().setup()
+        self._seen: dict[str, set[float]] = {}
 
 
 def _sample(view: TrainingView, tensors: list[Tensor]) -> Tensor:
@@ -298,6 +303,3 @@ def _follows(tensor: Any, parameter: Tensor) -> bool:
 
 def _is_average_name(name: str) -> bool:
     return any(word in name.lower() for word in _NAMES)
-
-
-AVERAGE_CHECKS = (AverageMovesAway, AverageRestarts, AverageIsAlias)

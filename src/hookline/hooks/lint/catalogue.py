@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from hookline.hooks.lint.average_checks import AVERAGE_CHECKS
-from hookline.hooks.lint.data_checks import DATA_CHECKS
-from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.gradient_checks import GRADIENT_CHECKS
-from hookline.hooks.lint.label_checks import LABEL_CHECKS
-from hookline.hooks.lint.leak_checks import LEAK_CHECKS
-from hookline.hooks.lint.microbatch_checks import MICROBATCH_CHECKS
-from hookline.hooks.lint.mode_checks import MODE_CHECKS
-from hookline.hooks.lint.precision_checks import PRECISION_CHECKS
-from hookline.hooks.lint.record_checks import RECORD_CHECKS
-from hookline.hooks.lint.replica_checks import REPLICA_CHECKS
-from hookline.hooks.lint.restore_checks import RESTORE_CHECKS
-from hookline.hooks.lint.tie_checks import TIE_CHECKS
-from hookline.hooks.lint.update_checks import UPDATE_CHECKS
+from collections.abc import Iterator
 
-CHECKS: tuple[type[Check], ...] = (
-    *UPDATE_CHECKS,
-    *GRADIENT_CHECKS,
-    *MICROBATCH_CHECKS,
-    *MODE_CHECKS,
-    *REPLICA_CHECKS,
-    *TIE_CHECKS,
-    *DATA_CHECKS,
-    *LEAK_CHECKS,
-    *LABEL_CHECKS,
-    *RESTORE_CHECKS,
-    *AVERAGE_CHECKS,
-    *RECORD_CHECKS,
-    *PRECISION_CHECKS,
+from hookline.hooks.lint import (
+    average_checks,
+    data_checks,
+    gradient_checks,
+    label_checks,
+    leak_checks,
+    microbatch_checks,
+    mode_checks,
+    precision_checks,
+    record_checks,
+    replica_checks,
+    restore_checks,
+    tie_checks,
+    update_checks,
 )
+from hookline.hooks.lint.finding import Check
+
+_FILES = (
+    update_checks,
+    gradient_checks,
+    microbatch_checks,
+    mode_checks,
+    replica_checks,
+    tie_checks,
+    data_checks,
+    leak_checks,
+    label_checks,
+    restore_checks,
+    average_checks,
+    record_checks,
+    precision_checks,
+)
+"""One for each rule, from 1."""
+
+
+def _collect() -> Iterator[type[Check]]:
+    """Yield the public checks of each file, and number them by their rule."""
+    for number, file in enumerate(_FILES, 1):
+        for name, value in vars(file).items():
+            is_own = isinstance(value, type) and value.__module__ == file.__name__
+            if is_own and issubclass(value, Check) and not name.startswith("_"):
+                value.rule = number
+                yield value
+
+
+CHECKS: tuple[type[Check], ...] = tuple(_collect())

@@ -10,16 +10,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall
-from hookline.hooks.lint.training_view import TrainingView
+from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
+from hookline.tensors.nested import tensors_in
 
 _KEPT_BATCHES = 4  # whose indices are compared from epoch to epoch
 _MIN_SAMPLES = 12  # fewer have the same random order too often
 _MANY_STARTS = 3
+_MANY_SKIPS = 2
 _MANY_LABELS = 8
+_MANY_SAMPLES = 5
 
 
 @dataclass(eq=False)
@@ -37,22 +39,17 @@ class _Epoch:
 class _LoaderCheck(Check):
     """Follows the epochs of the loaders whose batches are trained on."""
 
-    rule = 7
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._epochs: WeakKeyDictionary[Any, list[_Epoch]] = WeakKeyDictionary()
         self._latest: tuple[Any, _Epoch] | None = None
         self._current: _Epoch | None = None
 
-    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
-        """Begin an epoch of a loader."""
+    def on_loader_start(self, loader: Any, iterator: Any) -> None:
         epochs = self._epochs.setdefault(loader, [])
         epochs.append(_Epoch(epoch_of_sampler=getattr(_sampler(loader), "epoch", None)))
         del epochs[:-4]
 
-    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
-        """Note which batch comes next."""
+    def on_batch_loaded(self, loaded: LoadedBatch) -> None:
         epochs = self._epochs.get(loaded.loader) if loaded.loader is not None else None
         if not epochs:
             return
@@ -63,8 +60,7 @@ class _LoaderCheck(Check):
             epoch.order.append(tuple(loaded.indices))
         self._latest = (loaded.loader, epoch)
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Count the batch as one that is trained on."""
+    def on_before_backward(self, loss: Any) -> None:
         latest, self._latest = self._latest, None
         if latest is not None:
             latest[1].trained += 1
@@ -84,18 +80,11 @@ class SameOrderEveryEpoch(_LoaderCheck):
         for epoch in range(epochs):
             for batch in loader:  # sampler.set_epoch(epoch) is missing
                 ...
-
-    Fix:
-        Call `loader.sampler.set_epoch(epoch)` before each epoch; seed generators once.
-
-    Ignore:
-        When the order is repeated on purpose.
+    Fix: Call `loader.sampler.set_epoch(epoch)` before each epoch; seed generators once.
+    Ignore: When the order is repeated on purpose.
     """
 
-    id = "same-order-every-epoch"
-
-    def on_step_end(self, view: TrainingView) -> None:
-        """Compare the order of the two latest epochs that were trained on."""
+    def on_step_end(self) -> None:
         for loader, epochs in list(self._epochs.items()):
             done = [epoch for epoch in epochs if epoch.trained]
             if len(done) < 2 or not _shuffles(loader):
@@ -104,9 +93,9 @@ class SameOrderEveryEpoch(_LoaderCheck):
             compared = min(len(now), _KEPT_BATCHES)
             is_enough = sum(map(len, now[:compared])) >= _MIN_SAMPLES and len(now) > 1
             if is_enough and now[:compared] == before[:compared]:
-                self._find(view, loader, done[-1], sum(map(len, now[:compared])))
+                self._find(loader, done[-1], sum(map(len, now[:compared])))
 
-    def _find(self, view: TrainingView, loader: Any, epoch: _Epoch, count: int) -> None:
+    def _find(self, loader: Any, epoch: _Epoch, count: int) -> None:
         sampler = _sampler(loader)
         has_epoch = callable(getattr(sampler, "set_epoch", None))
         fix = (
@@ -116,7 +105,6 @@ class SameOrderEveryEpoch(_LoaderCheck):
         )
         was = f" Its epoch is {epoch.epoch_of_sampler} again." if has_epoch else ""
         self.find(
-            view,
             f"{_describe(loader)} ({type(sampler).__name__})",
             f"The first {count} samples of two epochs came in the same order, although the loader "
             f"shuffles.{was}",
@@ -124,7 +112,7 @@ class SameOrderEveryEpoch(_LoaderCheck):
         )
 
 
-class OrderReplayed(_LoaderCheck):
+class OrderReplayedAfterResuming(_LoaderCheck):
     """After resuming, the order of the first epoch is used again.
 
     A run that is resumed in a later epoch continues with an order of its own. Where the generator
@@ -134,28 +122,20 @@ class OrderReplayed(_LoaderCheck):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         loader = DataLoader(dataset, shuffle=True, generator=torch.Generator().manual_seed(0))
-
-    Fix:
-        Save and restore the generator's state, or seed it with `seed + epoch`.
-
-    Ignore:
-        When training starts again from the first epoch on purpose.
+    Fix: Save and restore the generator's state, or seed it with `seed + epoch`.
+    Ignore: When training starts again from the first epoch on purpose.
     """
 
-    id = "order-replayed-after-resuming"
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
+        super().setup()
         self._has_loaded = False
 
-    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Notice that training is resumed."""
+    def on_state_loaded(self, target: Any, state: Any) -> None:
         is_optimizer = isinstance(target, torch.optim.Optimizer)
         self._has_loaded = self._has_loaded or (is_optimizer and bool(state.get("state")))
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Compare the first order of a loader with that of an earlier run of this process."""
-        if view.steps_seen > 10 * _KEPT_BATCHES:
+    def on_step_end(self) -> None:
+        if self.view.steps_seen > 10 * _KEPT_BATCHES:
             return
         for loader, epochs in list(self._epochs.items()):
             order = next((epoch.order for epoch in epochs if epoch.trained), [])
@@ -166,12 +146,9 @@ class OrderReplayed(_LoaderCheck):
                 _first_orders[key] = order
             elif sum(map(len, order)) >= _MIN_SAMPLES and _begins_with(key, order):
                 self.find(
-                    view,
                     f"{_describe(loader)} ({type(_sampler(loader)).__name__})",
                     f"After a saved state was loaded, the first {sum(map(len, order))} samples "
                     "came in the order of the very first epoch.",
-                    "Save and restore the state of the loader's generator with the checkpoint, or "
-                    "seed it with seed + epoch.",
                 )
 
 
@@ -183,7 +160,7 @@ def _begins_with(key: tuple[str, int], order: list[Any]) -> bool:
     return _first_orders.get(key, [])[: len(order)] == order
 
 
-class IteratorMadeAnew(_LoaderCheck):
+class LoaderIteratorMadeAnew(_LoaderCheck):
     """A loader is iterated from its beginning for every step.
 
     `next(iter(loader))` starts over: without shuffling it is the same first batch each time, and
@@ -192,18 +169,11 @@ class IteratorMadeAnew(_LoaderCheck):
     Bug:
         for step in range(steps):
             x, y = next(iter(loader))
-
-    Fix:
-        Iterate over the loader, and start again when it ends.
-
-    Ignore:
-        When one batch is overfitted on purpose; take it once, before the loop.
+    Fix: Iterate over the loader, and start again when it ends.
+    Ignore: When one batch is overfitted on purpose; take it once, before the loop.
     """
 
-    id = "loader-iterator-made-anew"
-
-    def on_step_end(self, view: TrainingView) -> None:
-        """Count iterations that ended after one batch."""
+    def on_step_end(self) -> None:
         for loader, epochs in list(self._epochs.items()):
             latest = epochs[-_MANY_STARTS:]
             if len(latest) < _MANY_STARTS or any((e.loaded, e.trained) != (1, 1) for e in latest):
@@ -211,15 +181,13 @@ class IteratorMadeAnew(_LoaderCheck):
             if _length(loader) <= 1 or not isinstance(_sampler(loader), SequentialSampler):
                 continue
             self.find(
-                view,
                 _describe(loader),
                 f"In {_MANY_STARTS} steps in a row, the loader was started anew and only its first "
                 f"batch was used, of {_length(loader)}.",
-                "Write `for batch in loader:`, or make the iterator once and again when it ends.",
             )
 
 
-class BatchesSkipped(_LoaderCheck):
+class BatchesSkippedInEveryEpoch(_LoaderCheck):
     """Batches at the beginning of each epoch are loaded, and not trained on.
 
     After resuming in the middle of an epoch, its first batches are skipped, once. Where this is
@@ -230,35 +198,27 @@ class BatchesSkipped(_LoaderCheck):
             for i, batch in enumerate(loader):
                 if i < batches_done:
                     continue
-
-    Fix:
-        Skip batches only in the epoch that was resumed.
-
-    Ignore:
-        When the first batches of each epoch are for something else.
+    Fix: Skip batches only in the epoch that was resumed.
+    Ignore: When the first batches of each epoch are for something else.
     """
 
-    id = "batches-skipped-in-every-epoch"
-
-    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
-        """Compare the two epochs that have ended."""
-        super().on_loader_start(view, loader, iterator)
+    def on_loader_start(self, loader: Any, iterator: Any) -> None:
+        super().on_loader_start(loader, iterator)
         ended = [epoch for epoch in self._epochs[loader][:-1] if epoch.trained][-2:]
         skipped = [epoch.loaded - epoch.backwards for epoch in ended]
         first = [epoch.before_training - 1 for epoch in ended]
-        sampler = getattr(loader, "batch_sampler", None)
-        of_sampler = getattr(sampler, "skip_batches", 0)
         if len(ended) == 2 and skipped == first and skipped[0] == skipped[1] > 0:
-            self._find(view, loader, skipped[0])
-        elif len(ended) >= 1 and of_sampler:
-            self._find(view, loader, of_sampler)
+            self._find(loader, skipped[0])
+        # Accelerate makes another loader, or sampler, that skips.
+        skips = getattr(loader, "skip_batches", 0) or 0
+        skips = skips or getattr(getattr(loader, "batch_sampler", None), "skip_batches", 0)
+        if self.in_a_row(skips, id(loader.dataset)) >= _MANY_SKIPS and self.view.steps_seen > 1:
+            self._find(loader, skips)
 
-    def _find(self, view: TrainingView, loader: Any, count: int) -> None:
+    def _find(self, loader: Any, count: int) -> None:
         self.find(
-            view,
             _describe(loader),
             f"The first {count} batches of an epoch were not trained on, again in the next epoch.",
-            "Skip batches only in the epoch that was resumed.",
         )
 
 
@@ -275,36 +235,104 @@ class WorkersShareRandomNumbers(Check):
                 self.rng = np.random.default_rng(0)
             def __getitem__(self, i):
                 return self.data[i] + self.rng.normal()
-
-    Fix:
-        Make the generator in each worker: in `worker_init_fn`, or at its first use, seeded with
+    Fix: Make the generator in each worker: in `worker_init_fn`, or at its first use, seeded with
         `torch.initial_seed()`.
-
-    Ignore:
-        When the numbers do not matter.
+    Ignore: When the numbers do not matter.
     """
 
-    id = "workers-share-random-numbers"
-    rule = 7
-
-    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
-        """Look for a generator that the dataset's own code uses."""
+    def on_loader_start(self, loader: Any, iterator: Any) -> None:
         if not loader.num_workers or loader.worker_init_fn is not None:
             return
         dataset = loader.dataset
         name = _find_generator(dataset)
         if name is not None:
             self.find(
-                view,
                 _describe(loader),
                 f"'{name}' of {type(dataset).__name__} is a random generator, and the workers "
                 f"({loader.num_workers}) have copies of it in the same state.",
-                "Give each worker its own generator, seeded with torch.initial_seed(), in "
-                "worker_init_fn or when it is first used.",
             )
 
 
-class SortedLabels(Check):
+class StreamRepeatedByWorkers(Check):
+    """Each worker of a loader reads the whole stream, so every record comes several times.
+
+    Every worker gets a copy of an `IterableDataset`, and iterates over all of it.
+
+    Bug:
+        class Stream(IterableDataset):
+            def __iter__(self):
+                yield from read(self.path)
+        DataLoader(Stream(), num_workers=2)
+    Fix: Let each worker read its part, by `torch.utils.data.get_worker_info()`.
+    Ignore: When workers draw random records, and equal ones come by chance.
+    """
+
+    def setup(self) -> None:
+        self._last: list[Tensor] = []
+        self._equal = 0
+
+    def on_batch_loaded(self, loaded: LoadedBatch) -> None:
+        loader: Any = loaded.loader
+        if loader is None or not self.view.is_due or loader.num_workers < 2:
+            return
+        if not isinstance(loader.dataset, IterableDataset):
+            return
+        last, self._last = self._last, [self.sample(x) for x in tensors_in(loaded.batch)]
+        if loaded.index % loader.num_workers and [x.shape for x in last] == [
+            x.shape for x in self._last
+        ]:
+            pairs = zip(last, self._last, strict=True)
+            equal = torch.stack([(a == b).all() for a, b in pairs]).all()
+            varies = torch.stack([(x != x.flatten()[0]).any() for x in self._last]).any()
+            self.read([equal, varies], self._judge, loader)
+
+    def _judge(self, numbers: list[float], loader: Any) -> None:
+        if self.in_a_row(all(numbers)) >= 2:
+            self.find(
+                _describe(loader),
+                f"Its {loader.num_workers} workers have delivered equal batches, one after the "
+                "other, twice.",
+            )
+
+
+class SamplesAreEqual(Check):
+    """All samples of a batch are the same, in each step.
+
+    A memory keeps references to an array that is written again and again, or an index is wrong.
+
+    Bug:
+        memory.append(observation)  # the simulator writes the next one into the same array
+    Fix: Keep copies: `memory.append(observation.copy())`.
+    Ignore: When the model gets a constant on purpose.
+    """
+
+    severity = "warning"
+
+    def setup(self) -> None:
+        self._before: Tensor | None = None  # the first sample of the step before
+
+    def on_module_call(self, call: ModuleCall) -> None:
+        x = next(tensors_in((call.args, call.kwargs)), None)
+        if x is None or not call.has_gradients or call.module not in self.view.models:
+            return
+        if x.ndim != 2 or len(x) < _MANY_LABELS or not x.is_floating_point():
+            return
+        first = x[0].detach().clone()
+        if self._before is not None and self._before.shape == first.shape:
+            is_equal = (x.detach() == first).all(0) & (first != 0) & (first != self._before)
+            self.read([is_equal.sum()], self._judge, len(x), len(first))
+        self._before = first
+
+    def _judge(self, numbers: list[float], samples: int, features: int) -> None:
+        if self.in_a_row(numbers[0] > max(1, features / 2)) >= _MANY_SAMPLES:
+            self.find(
+                "the batches",
+                f"In {_MANY_SAMPLES} steps in a row, {numbers[0]:.0f} of {features} input features "
+                f"were the same in all {samples} samples of a batch, and others in each step.",
+            )
+
+
+class LabelsSorted(Check):
     """Classes come one after the other, because the data are sorted and not shuffled.
 
     Stochastic gradient descent expects batches that are drawn from all data. Where batches have
@@ -312,50 +340,39 @@ class SortedLabels(Check):
 
     Bug:
         loader = DataLoader(dataset_sorted_by_class, batch_size=64)
-
-    Fix:
-        Pass `shuffle=True` to the loader.
-
-    Ignore:
-        When classes are trained one after the other on purpose (continual learning).
+    Fix: Pass `shuffle=True` to the loader.
+    Ignore: When classes are trained one after the other on purpose (continual learning).
     """
 
-    id = "labels-sorted"
-    rule = 7
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._ranges: list[tuple[float, float]] = []
         self._loader: Any = None
 
-    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
-        """Note the loader."""
+    def on_batch_loaded(self, loaded: LoadedBatch) -> None:
         self._loader = loaded.loader
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Measure the range of the labels."""
+    def on_loss_call(self, call: LossCall) -> None:
         labels, loader = call.target, self._loader
         if call.name not in ("cross_entropy", "nll_loss") or not call.has_gradients:
             return
         is_sequential = loader is not None and isinstance(_sampler(loader), SequentialSampler)
         is_batch = labels.ndim == 1 and labels.numel() >= _MANY_LABELS
-        if is_sequential and is_batch and not labels.is_floating_point() and view.is_due:
+        if is_sequential and is_batch and not labels.is_floating_point() and self.view.is_due:
             read: list[Tensor] = [labels.min(), labels.max(), labels.diff().min()]
-            view.read(read, self._judge, view, loader)
+            self.read(read, self._judge, loader)
 
-    def _judge(self, numbers: list[float], view: TrainingView, loader: Any) -> None:
+    def _judge(self, numbers: list[float], loader: Any) -> None:
         low, high, smallest_step = numbers
         is_sorted = smallest_step >= 0 and (not self._ranges or low >= self._ranges[-1][1])
         self._ranges = [*self._ranges, (low, high)] if is_sorted else []
         is_long = len(self._ranges) >= _MANY_LABELS
         if is_long and self._ranges[0][0] < self._ranges[-1][1]:
             self.find(
-                view,
                 _describe(loader),
                 f"The labels of {len(self._ranges)} batches in a row were sorted, from class "
                 f"{self._ranges[0][0]:.0f} to {self._ranges[-1][1]:.0f}.",
-                "Pass shuffle=True to the DataLoader.",
             )
 
 
@@ -403,13 +420,3 @@ def _is_generator(value: Any) -> bool:
     if numpy is not None:
         kinds += [numpy.random.Generator, numpy.random.RandomState]
     return isinstance(value, tuple(kinds))
-
-
-DATA_CHECKS = (
-    SameOrderEveryEpoch,
-    OrderReplayed,
-    IteratorMadeAnew,
-    BatchesSkipped,
-    WorkersShareRandomNumbers,
-    SortedLabels,
-)

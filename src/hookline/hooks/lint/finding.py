@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hookline.hooks.lint.training_view import TrainingView
 
 Severity = Literal["error", "warning"]
@@ -51,16 +54,17 @@ class Check:
     """Something that a correct training run satisfies, and how a violation is recognised.
 
     The class docstring is the check's page: what it means, then `Bug:`, `Fix:` and `Ignore:`.
-    A subclass defines the methods of the points in training that it looks at (see `POINTS`). Each
-    gets the `TrainingView`. A check never changes anything, draws no random numbers, and never
-    reads a tensor itself: `view.read` does, once, at the end of the step.
+    A subclass defines the methods of the points in training that it looks at (see `POINTS`). A
+    check never changes anything, draws no random numbers, and never reads a tensor itself: `read`
+    does, once, at the end of the step.
 
     Attributes:
-        id: its name for users, which never changes.
-        rule: the number of its rule.
+        id: its name for users, which never changes: the class's name, with hyphens.
+        rule: the number of its rule, set by the catalogue.
         severity: of its findings.
         is_active: whether it calls the model again.
         ends: whether it looks at nothing any more after its first finding.
+        view: where training stands.
     """
 
     id: ClassVar[str]
@@ -69,33 +73,64 @@ class Check:
     is_active: ClassVar[bool] = False
     ends: ClassVar[bool] = True
 
-    def __init__(self, report: Callable[[Finding], None]) -> None:
-        self._report = report
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.id = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", cls.__name__).lower()
+
+    def __init__(self, view: TrainingView, report: Callable[[Finding], None]) -> None:
+        self.view, self._report = view, report
         self.has_found = False
         self.left_out: str | None = None  # why it cannot look
+        self._counts: dict[Any, int] = {}
+        self.setup()
+
+    def setup(self) -> None:
+        """Make what the check keeps."""
+
+    def sample(self, tensor: Tensor) -> Tensor:
+        """Return a copy of some elements of a tensor, always the same ones, on its device."""
+        return self.view.sample(tensor)
+
+    def read(self, tensors: Sequence[Tensor], judge: Callable[..., None], *args: Any) -> None:
+        """Read tensors at the end of the step; then call `judge(numbers, *args)`.
+
+        `numbers` is a list with a number for each scalar tensor, and a list for each vector.
+        """
+        self.view.read(tensors, judge, *args)
+
+    def in_a_row(self, is_wrong: Any, key: Any = None) -> int:
+        """Count how many times in a row something was wrong, by key, with this time."""
+        self._counts[key] = self._counts.get(key, 0) + 1 if is_wrong else 0
+        return self._counts[key]
 
     def find(
         self,
-        view: TrainingView,
         subject: str | Sequence[str],
         message: str,
-        fix: str,
+        fix: str | None = None,
         *,
         severity: Severity | None = None,
     ) -> None:
-        """Report a finding in the step in progress."""
+        """Report a finding in the step in progress; the fix is that of the page."""
         self.has_found = True
         names = [subject] if isinstance(subject, str) else list(subject)
         shown = ", ".join(names[:_MAX_NAMED])
         if len(names) > _MAX_NAMED:
             shown += f" and {len(names) - _MAX_NAMED} more"
-        kind = severity or self.severity
+        fix = fix or " ".join(self.sections()["Fix"].replace("`", "").split())
+        kind, view = severity or self.severity, self.view
         self._report(Finding(self.id, kind, view.step, view.rank, shown, message, fix))
 
     @classmethod
     def page(cls) -> str:
         """Return the docstring, without indentation."""
         return inspect.cleandoc(cls.__doc__ or "")
+
+    @classmethod
+    def sections(cls) -> dict[str, str]:
+        """Return the sections of the page: the text before them is that of ""."""
+        text, *rest = re.split(r"^(Bug|Fix|Ignore):[ \n]", cls.page(), flags=re.MULTILINE)
+        return {"": text, **dict(zip(rest[::2], rest[1::2], strict=True))}
 
 
 def describe_left_out(left_out: Mapping[str, str]) -> list[str]:
@@ -122,10 +157,13 @@ POINTS = {
     "on_loss_scaled": "a GradScaler has scaled a loss (scaler)",
     "on_before_optimizer_step": "the optimizer is about to step (optimizer)",
     "on_after_optimizer_step": "the optimizer has stepped (optimizer)",
+    "on_step_sampled": "the optimizer has stepped, in a due step (optimizer, StepSamples)",
     "on_step_skipped": "the optimizer did not step (optimizer)",
     "on_scheduler_step": "a learning rate scheduler was stepped (scheduler)",
     "on_optimizer_made": "an optimizer of torch was constructed (optimizer)",
     "on_state_loaded": "load_state_dict of a module, optimizer or scheduler (object, state)",
+    "on_weights_loaded": "load_state_dict of a module (WeightsLoaded)",
+    "on_ties_emptied": "to_empty was called of a module with ties (pairs of places)",
     "on_file_loaded": "torch.load has returned (the object)",
     "on_step_end": "the step is done; what was read is judged after this",
     "on_validation_start": "validation begins, where the loop says so",
@@ -134,4 +172,4 @@ POINTS = {
     "on_repeat": "of active checks, once in an early step: call the model again (RepeatableCall)",
     "on_train_end": "training has ended",
 }
-"""The methods that a check may have, when they are called, and with what after `view`."""
+"""The methods that a check may have, when they are called, and with what."""

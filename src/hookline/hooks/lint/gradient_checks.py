@@ -34,59 +34,42 @@ class GradientsNotZeroed(Check):
         for x, y in loader:
             loss_fn(model(x), y).backward()
             optimizer.step()
-
-    Fix:
-        Call `optimizer.zero_grad()` once in each step, before `backward`.
-
-    Ignore:
-        When old gradients are kept on purpose, as a momentum of your own.
+    Fix: Call `optimizer.zero_grad()` in each step, before backward.
+    Ignore: When old gradients are kept on purpose, as a momentum of your own.
     """
 
-    id = "gradients-not-zeroed"
-    rule = 2
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._used: dict[int, tuple[Tensor, Tensor]] = {}  # by optimizer: parameter and gradient
         self._remainders: dict[int, list[Tensor]] = {}  # by optimizer, at each backward since then
-        self._in_a_row: dict[int, int] = {}
 
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Note the gradient that was used."""
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
         self._used.pop(id(optimizer), None)
         self._remainders[id(optimizer)] = []
-        if view.is_due:
+        if self.view.is_due:
             parameter = _small_matrix(optimizer)
             if parameter is not None:
                 self._used[id(optimizer)] = (parameter, parameter.grad)  # type: ignore[assignment]
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Measure what is left of used gradients."""
+    def on_before_backward(self, loss: Any) -> None:
         for key, (parameter, gradient) in self._used.items():
             if parameter.grad is gradient:
-                self._remainders[key].append(view.sample(gradient).abs().sum())
+                self._remainders[key].append(self.sample(gradient).abs().sum())
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge whether the gradient of the step is new."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         used = self._used.get(id(optimizer))
         remainders = self._remainders.get(id(optimizer))
         if used is None or not remainders or used[0].grad is not used[1]:
-            self._in_a_row[id(optimizer)] = 0
+            self.in_a_row(False, id(optimizer))
             return
-        view.read(remainders, self._judge, view, optimizer, view.name_of(used[0]))
+        self.read(remainders, self._judge, optimizer, self.view.name_of(used[0]))
 
-    def _judge(
-        self, numbers: list[float], view: TrainingView, optimizer: Any, name: str | None
-    ) -> None:
-        count = self._in_a_row.get(id(optimizer), 0) + 1 if all(numbers) else 0
-        self._in_a_row[id(optimizer)] = count
+    def _judge(self, numbers: list[float], optimizer: Any, name: str | None) -> None:
+        count = self.in_a_row(all(numbers), id(optimizer))
         if count >= _STEPS_IN_A_ROW:
             self.find(
-                view,
                 f"{type(optimizer).__name__}",
                 f"Before backward, the gradient of '{name}' still had that of the step before "
                 f"(sum of magnitudes {numbers[0]:.3g}), in {count} steps in a row.",
-                "Call optimizer.zero_grad() in each step, before backward.",
             )
 
 
@@ -97,50 +80,36 @@ class GradientsZeroedBeforeStep(Check):
         loss.backward()
         optimizer.zero_grad()
         optimizer.step()
-
-    Fix:
-        Call `zero_grad` before backward, or after the step.
-
-    Ignore:
-        When most steps are left out in this way on purpose.
+    Fix: Call `zero_grad` before backward, or after the step.
+    Ignore: When most steps are left out in this way on purpose.
     """
 
-    id = "gradients-zeroed-before-step"
-    rule = 2
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}  # parameters, sums of gradients
-        self._in_a_row: dict[int, int] = {}
 
-    def on_after_backward(self, view: TrainingView) -> None:
-        """Measure some gradients of each optimizer."""
-        for optimizer in view.optimizers if view.is_due else ():
+    def on_after_backward(self) -> None:
+        for optimizer in self.view.optimizers if self.view.is_due else ():
             chosen = _some_with_gradients(optimizer)
             if chosen:
-                self._sums[id(optimizer)] = [(p, _sum(view, p.grad)) for p in chosen]
+                self._sums[id(optimizer)] = [(p, _sum(self.view, p.grad)) for p in chosen]
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Measure them again."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         rows = self._sums.pop(id(optimizer), None)
         if rows and any(parameter.grad is not None for parameter, _ in rows):
-            now = [_sum(view, p.grad) for p, _ in rows if p.grad is not None]
-            view.read([*(each for _, each in rows), *now], self._judge, view, optimizer, len(rows))
+            now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
+            self.read([*(each for _, each in rows), *now], self._judge, optimizer, len(rows))
         elif rows:
-            view.read([each for _, each in rows], self._judge, view, optimizer, len(rows))
+            self.read([each for _, each in rows], self._judge, optimizer, len(rows))
 
-    def _judge(self, numbers: list[float], view: TrainingView, optimizer: Any, count: int) -> None:
+    def _judge(self, numbers: list[float], optimizer: Any, count: int) -> None:
         is_zeroed = any(numbers[:count]) and not any(numbers[count:])
-        steps = self._in_a_row.get(id(optimizer), 0) + 1 if is_zeroed else 0
-        self._in_a_row[id(optimizer)] = steps
+        steps = self.in_a_row(is_zeroed, id(optimizer))
         if steps >= _STEPS_IN_A_ROW:
             self.find(
-                view,
                 type(optimizer).__name__,
                 f"After backward, {count} gradients that were looked at had magnitudes of up to "
                 f"{max(numbers[:count]):.3g}; when the optimizer stepped all were zero or None, in "
                 f"{steps} steps in a row.",
-                "Call optimizer.zero_grad() before backward or after step, not between them.",
             )
 
 
@@ -151,35 +120,24 @@ class ClipWithoutEffect(Check):
         loss.backward()
         optimizer.step()
         clip_grad_norm_(model.parameters(), 1.0)
-
-    Fix:
-        Clip between the last backward and the step.
-
-    Ignore:
-        When you call a clipping function for the norm that it returns. With `max_norm=inf` this is
-        no finding.
+    Fix: Clip between the last backward and the step.
+    Ignore: When you call a clipping function for the norm that it returns. With `max_norm=inf` this
+        is no finding.
     """
 
-    id = "clip-without-effect"
-    rule = 2
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._stepped: set[int] = set()  # without a backward since then
         self._late: dict[int, str] = {}  # clipped in vain, since the last step
         self._in_time: set[int] = set()
-        self._in_a_row: dict[int, int] = {}
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Gradients will be new."""
+    def on_before_backward(self, loss: Any) -> None:
         self._stepped.clear()
 
-    def on_clip_call(self, view: TrainingView, call: ClipCall) -> None:
-        """Note whether there is something to clip."""
-        if not view.is_due or not _limits(call):
+    def on_clip_call(self, call: ClipCall) -> None:
+        if not self.view.is_due or not _limits(call):
             return
         has_gradients = any(tensor.grad is not None for tensor in call.tensors)
-        for optimizer in _optimizers_of(view, call):
+        for optimizer in _optimizers_of(self.view, call):
             key = id(optimizer)
             if not has_gradients:
                 self._late[key] = "before backward, when there were no gradients"
@@ -188,24 +146,19 @@ class ClipWithoutEffect(Check):
             else:
                 self._in_time.add(key)
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge the clipping of the step."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         key = id(optimizer)
         when, was_in_time = self._late.pop(key, None), key in self._in_time
         self._in_time.discard(key)
-        count = self._in_a_row.get(key, 0) + 1 if when and not was_in_time else 0
-        self._in_a_row[key] = count
+        count = self.in_a_row(when and not was_in_time, key)
         if count >= _STEPS_IN_A_ROW:
             self.find(
-                view,
                 type(optimizer).__name__,
                 f"The gradients were clipped {when}, in {count} steps in a row, and not between "
                 "backward and step.",
-                "Call the clipping function after the last backward and before optimizer.step().",
             )
 
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Gradients were used."""
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
         self._stepped.add(id(optimizer))
 
 
@@ -219,38 +172,27 @@ class ClippedWhileScaled(Check):
         scaler.scale(loss).backward()
         clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
-
-    Fix:
-        Call `scaler.unscale_(optimizer)` before clipping.
-
-    Ignore:
-        When you have multiplied the limit by the scale.
+    Fix: Call `scaler.unscale_(optimizer)` before clipping.
+    Ignore: When you have multiplied the limit by the scale.
     """
 
-    id = "clipped-while-scaled"
-    rule = 2
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._scaler: Any = None
         self._clipped: set[int] = set()  # optimizers
 
-    def on_loss_scaled(self, view: TrainingView, scaler: Any) -> None:
-        """Keep the scaler."""
+    def on_loss_scaled(self, scaler: Any) -> None:
         self._scaler = scaler
 
-    def on_clip_call(self, view: TrainingView, call: ClipCall) -> None:
-        """Note optimizers whose gradients are clipped before they are unscaled."""
-        if self._scaler is None or not view.is_due or not _limits(call):
+    def on_clip_call(self, call: ClipCall) -> None:
+        if self._scaler is None or not self.view.is_due or not _limits(call):
             return
-        for optimizer in _optimizers_of(view, call):
+        for optimizer in _optimizers_of(self.view, call):
             if _stage(self._scaler, optimizer) is OptState.READY:
                 self._clipped.add(id(optimizer))
             else:
                 self._clipped.discard(id(optimizer))
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """See whether the scaler has unscaled them since."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         if id(optimizer) not in self._clipped:
             return
         self._clipped.discard(id(optimizer))
@@ -258,17 +200,15 @@ class ClippedWhileScaled(Check):
         is_fused = getattr(optimizer, "grad_scale", None) is not None
         is_unscaled = is_fused or _stage(self._scaler, optimizer) is OptState.UNSCALED
         if is_unscaled and isinstance(scale, Tensor):
-            view.read([scale], self._judge, view, type(optimizer).__name__)
+            self.read([scale], self._judge, type(optimizer).__name__)
 
-    def _judge(self, numbers: list[float], view: TrainingView, name: str) -> None:
+    def _judge(self, numbers: list[float], name: str) -> None:
         scale = numbers[0]
         if scale != 1:
             self.find(
-                view,
                 name,
                 f"Gradients were clipped while they were multiplied by {scale:g}, and unscaled "
                 f"afterwards: a limit of 1 acts like {1 / scale:.3g}.",
-                "Call scaler.unscale_(optimizer) before the clipping function.",
             )
 
 
@@ -286,54 +226,42 @@ class ClipDiffersOverRanks(Check):
 
     Bug:
         clip_grad_norm_([p.grad.to_local() for p in model.parameters()], 1.0)
-
-    Fix:
-        Give the parameters themselves (DTensors) to `clip_grad_norm_`, after gradients are synced.
-
-    Ignore:
-        Never.
+    Fix: Give the parameters themselves (DTensors) to `clip_grad_norm_`, after gradients are synced.
+    Ignore: Never.
     """
 
-    id = "clip-differs-over-ranks"
-    rule = 2
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        self._place: tuple[TrainingView, str] | None = None
-        self._in_a_row = 0
+        self._name = ""
 
-    def on_after_backward(self, view: TrainingView) -> None:
-        """Measure a gradient of each optimizer."""
-        for optimizer in view.optimizers if view.is_due and view.ranks > 1 else ():
+    def on_after_backward(self) -> None:
+        for optimizer in self.view.optimizers if self.view.is_due and self.view.ranks > 1 else ():
             parameter = _small_matrix(optimizer)
-            if parameter is not None and _is_shared(view, parameter):
-                self._before[id(optimizer)] = parameter, _sum(view, parameter.grad)
+            if parameter is not None and _is_shared(self.view, parameter):
+                self._before[id(optimizer)] = parameter, _sum(self.view, parameter.grad)
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Measure it again."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameter, before = self._before.pop(id(optimizer), (None, None))
         if parameter is None or before is None or parameter.grad is None:
             return
-        self._place = view, view.name_of(parameter) or type(optimizer).__name__
-        key = f"{self.id} {view.optimizers.index(optimizer)}"
-        view.read([before, _sum(view, parameter.grad)], self._exchange, view, key)
+        self._name = self.view.name_of(parameter) or type(optimizer).__name__
+        key = f"{self.id} {self.view.optimizers.index(optimizer)}"
+        self.read([before, _sum(self.view, parameter.grad)], self._exchange, key)
 
-    def _exchange(self, numbers: list[float], view: TrainingView, key: str) -> None:
+    def _exchange(self, numbers: list[float], key: str) -> None:
         before, after = numbers
-        view.compare_ranks(key, after / before if before else None, self._judge)
+        self.view.compare_ranks(key, after / before if before else None, self._judge)
 
     def _judge(self, factors: list[Any]) -> None:
-        if self._place is None or not all(isinstance(each, float) for each in factors):
+        if not all(isinstance(each, float) for each in factors):
             return
         differ = max(factors) - min(factors) > 0.01 * max(factors)
-        self._in_a_row = self._in_a_row + 1 if differ else 0
-        if self._in_a_row >= _STEPS_IN_A_ROW:
+        if self.in_a_row(differ) >= _STEPS_IN_A_ROW:
             shown = ", ".join(f"{factor:.4g}" for factor in factors)
             self.find(
-                *self._place,
-                f"Between backward and step, the gradient was scaled by {shown} on the ranks, in "
-                f"{self._in_a_row} steps in a row.",
+                self._name,
+                f"The gradient was scaled (as by clipping to a norm) by {shown} on the ranks, in "
+                f"{_STEPS_IN_A_ROW} steps in a row.",
                 "Clip by the norm of the whole model: give the parameters to clip_grad_norm_, "
                 "which sums over shards, or sum the squares over ranks yourself.",
             )
@@ -359,70 +287,59 @@ class SchedulerStepsTooOften(Check):
                 optimizer.step()
                 optimizer.zero_grad()
             scheduler.step()
-
-    Fix:
-        Step the scheduler where the optimizer is stepped.
-
-    Ignore:
-        When the schedule counts micro-batches.
+    Fix: Step the scheduler where the optimizer is stepped.
+    Ignore: When the schedule counts micro-batches.
     """
 
-    id = "scheduler-steps-too-often"
-    rule = 2
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._steps: dict[int, tuple[Any, int]] = {}  # schedulers, stepped since the last step
-        self._counts: dict[int, list[int]] = {}
+        self._stepped_counts: dict[int, list[int]] = {}
         self._batches: int | None = None
 
-    def on_loader_start(self, view: TrainingView, loader: Any, iterator: Any) -> None:
-        """Note how many batches the first loader has."""
+    def on_loader_start(self, loader: Any, iterator: Any) -> None:
         if self._batches is None:
             try:
                 self._batches = len(loader)
             except TypeError:  # an IterableDataset
                 self._batches = 0
 
-    def on_scheduler_step(self, view: TrainingView, scheduler: Any) -> None:
+    def on_scheduler_step(self, scheduler: Any) -> None:
         """Count; the constructor makes a first step."""
         is_absolute = isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts)
         if getattr(scheduler, "_step_count", 0) > 1 and not is_absolute:
             count = self._steps.get(id(scheduler), (scheduler, 0))[1]
             self._steps[id(scheduler)] = scheduler, count + 1
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge the steps since the optimizer's last one."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         steps, self._steps = self._steps, {}
-        if len(view.optimizers) != 1 or view.steps_seen < 3:
+        if len(self.view.optimizers) != 1 or self.view.steps_seen < 3:
             return
         for key, (scheduler, count) in steps.items():
-            counts = self._counts.setdefault(key, [])
+            counts = self._stepped_counts.setdefault(key, [])
             counts.append(count)
             recent = counts[-2 * _STEPS_IN_A_ROW :]
             is_regular = len(recent) == 2 * _STEPS_IN_A_ROW and len(set(recent)) == 1
-            if is_regular and count > 1 and not self._is_meant(view, scheduler, count):
-                self._report_count(view, type(scheduler).__name__, count)
+            if is_regular and count > 1 and not self._is_meant(scheduler, count):
+                self._report_count(type(scheduler).__name__, count)
                 return
-        for key in self._counts.keys() - steps.keys():
-            del self._counts[key]
+        for key in self._stepped_counts.keys() - steps.keys():
+            del self._stepped_counts[key]
 
-    def _is_meant(self, view: TrainingView, scheduler: Any, count: int) -> bool:
+    def _is_meant(self, scheduler: Any, count: int) -> bool:
         """Return whether the schedule is made for as many steps as it is stepped."""
         length = _length_of(scheduler)
-        if "accelerate" in sys.modules and view.ranks > 1 and count == view.ranks:
+        if "accelerate" in sys.modules and self.view.ranks > 1 and count == self.view.ranks:
             # Accelerate steps it once per process: it should count the batches of all of them.
             return not (length and self._batches) or length % (self._batches * count) == 0
         return bool(length and self._batches and length % self._batches == 0)
 
-    def _report_count(self, view: TrainingView, name: str, count: int) -> None:
+    def _report_count(self, name: str, count: int) -> None:
         self.find(
-            view,
             name,
             f"{name} was stepped {count} times between two optimizer steps, "
             f"{2 * _STEPS_IN_A_ROW} times in a row, so its schedule passes {count} times as fast.",
-            "Call scheduler.step() right after optimizer.step(), once per optimizer step.",
         )
 
 
@@ -439,6 +356,55 @@ def _length_of(scheduler: Any) -> int:
     return 0
 
 
+class SchedulerOfOtherOptimizer(Check):
+    """A scheduler drives an optimizer that does not step any more.
+
+    Another optimizer with the same parameters was made and is stepped; its rate never changes.
+
+    Bug:
+        scheduler = CosineAnnealingLR(optimizer, T_max=100)
+        optimizer = Adam(model.parameters())  # made anew, the scheduler has the old one
+    Fix: Make the scheduler anew with the optimizer.
+    Ignore: When the old optimizer is only used to compute a schedule.
+    """
+
+    def setup(self) -> None:
+        self._steps: dict[int, int] = {}  # by optimizer: when it has stepped
+        self._first: dict[int, int] = {}
+
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
+        self._steps[id(optimizer)] = self.view.steps_seen
+
+    def on_scheduler_step(self, scheduler: Any) -> None:
+        driven, now = getattr(scheduler, "optimizer", None), self.view.steps_seen
+        if driven is None or getattr(scheduler, "_step_count", 0) <= 1:
+            return
+        first = self._first.setdefault(id(scheduler), now)
+        is_old = self._steps.get(id(driven), first) <= now - 2 * _STEPS_IN_A_ROW
+        own = {id(p) for group in driven.param_groups for p in group["params"]}
+        trained = [
+            each
+            for each in self.view.optimizers
+            if self._steps.get(id(each), 0) >= now - 1
+            and each.param_groups is not driven.param_groups  # not a wrapper of it
+            and any(id(p) in own for group in each.param_groups for p in group["params"])
+        ]
+        if is_old and trained and _has_same_rate(trained[0]):
+            name = type(scheduler).__name__
+            self.find(
+                name,
+                f"{name} was stepped with an optimizer that has not stepped in "
+                f"{2 * _STEPS_IN_A_ROW} steps, while another {type(trained[0]).__name__} steps "
+                "the same parameters.",
+            )
+
+
+def _has_same_rate(optimizer: Any) -> bool:
+    """Return whether nobody has changed the rates since the optimizer was made."""
+    default = getattr(optimizer, "defaults", {}).get("lr")
+    return all(group.get("lr") == default for group in optimizer.param_groups)
+
+
 class Fp16WithoutScaler(Check):
     """A model computes in float16, and the loss is not scaled.
 
@@ -448,53 +414,39 @@ class Fp16WithoutScaler(Check):
         with torch.autocast("cuda", dtype=torch.float16):
             loss = loss_fn(model(x), y)
         loss.backward()
-
-    Fix:
-        Use `torch.amp.GradScaler`, or bfloat16, which needs none.
-
-    Ignore:
-        When you scale the loss yourself, in another way than with a factor.
+    Fix: Use `torch.amp.GradScaler`, or bfloat16, which needs none.
+    Ignore: When you scale the loss yourself, in another way than with a factor.
     """
 
-    id = "fp16-without-scaler"
-    rule = 2
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._module: str | None = None  # that has returned float16 in this step
         self._is_scaled = any(name in sys.modules for name in ("deepspeed", "apex"))
-        self._in_a_row = 0
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Note a trained module that returns float16."""
+    def on_module_call(self, call: ModuleCall) -> None:
         output = call.output
         if self._module is None and isinstance(output, Tensor) and output.dtype is torch.float16:
             own = call.module.parameters(recurse=False)
             if output.requires_grad and any(parameter.requires_grad for parameter in own):
                 self._module = call.name
 
-    def on_loss_scaled(self, view: TrainingView, scaler: Any) -> None:
-        """Somebody scales."""
+    def on_loss_scaled(self, scaler: Any) -> None:
         self._is_scaled = True
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """A loss that was multiplied last may have been scaled by hand."""
+    def on_before_backward(self, loss: Any) -> None:
         node = getattr(loss, "grad_fn", None)
         if node is None or node.name().startswith("Mul"):
             self._is_scaled = True
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge the step."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         name, self._module = self._module, None
-        self._in_a_row = self._in_a_row + 1 if name is not None and not self._is_scaled else 0
-        if name is not None and self._in_a_row >= _STEPS_IN_A_ROW:
+        count = self.in_a_row(name is not None and not self._is_scaled)
+        if name is not None and count >= _STEPS_IN_A_ROW:
             self.find(
-                view,
                 name,
                 f"'{name}' returns float16, and no GradScaler has scaled the loss in "
-                f"{self._in_a_row} steps: gradients below 6e-8 become zero.",
-                "Scale the loss with torch.amp.GradScaler, or use bfloat16.",
+                f"{count} steps: gradients below 6e-8 become zero.",
             )
 
 
@@ -507,20 +459,12 @@ class GraphRetained(Check):
     Bug:
         total = total + loss  # of all steps
         total.backward(retain_graph=True)
-
-    Fix:
-        Detach what is carried from step to step: `total += loss.detach()`, `hidden.detach()`.
-
-    Ignore:
-        Never.
+    Fix: Detach what is carried from step to step: `total += loss.detach()`, `hidden.detach()`.
+    Ignore: Never.
     """
 
-    id = "graph-retained"
-    rule = 2
-
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Look for nodes that were part of a graph of an earlier step, and mark all of this one."""
-        step = view.steps_seen
+    def on_before_backward(self, loss: Any) -> None:
+        step = self.view.steps_seen
         if step > 5 or not isinstance(loss, Tensor) or loss.grad_fn is None:
             return
         old: set[int] = set()
@@ -534,10 +478,7 @@ class GraphRetained(Check):
                 count += 1
         if len(old) >= _STEPS_IN_A_ROW:
             self.find(
-                view,
-                "loss",
-                f"Backward goes through {count} operations of {len(old)} earlier steps.",
-                "Detach what is carried from step to step (sums of losses, hidden states).",
+                "loss", f"Backward goes through {count} operations of {len(old)} earlier steps."
             )
 
 
@@ -580,15 +521,3 @@ def _optimizers_of(view: TrainingView, call: ClipCall) -> list[Any]:
         for optimizer in view.optimizers
         if any(id(p) in clipped for group in optimizer.param_groups for p in group["params"])
     ]
-
-
-GRADIENT_CHECKS = (
-    GradientsNotZeroed,
-    GradientsZeroedBeforeStep,
-    ClipWithoutEffect,
-    ClippedWhileScaled,
-    ClipDiffersOverRanks,
-    SchedulerStepsTooOften,
-    Fp16WithoutScaler,
-    GraphRetained,
-)

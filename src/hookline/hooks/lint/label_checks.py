@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.token_labels import aligned, is_shifted_by
+from hookline.hooks.lint.leak_checks import change_later
+from hookline.hooks.lint.loss_graph import LossGraph
+from hookline.hooks.lint.repeated_call import RepeatableCall
+from hookline.hooks.lint.token_labels import aligned, is_any_shifted_by, is_shifted_by, token_ids
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
-from hookline.hooks.lint.training_view import TrainingView
 
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _STEPS_IN_A_ROW = 3
+_MAX_NODES = 2000
 _VIEWS = (
     *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose", "Permute", "T"),
     *("Select", "Slice", "Index", "ToCopy", "Clone", "Alias"),
@@ -66,58 +69,40 @@ class TargetBroadcast(Check):
 
     Bug:
         loss = F.mse_loss(model(x), y)  # (32, 1) and (32,)
-
-    Fix:
-        Give both the same shape: `model(x).squeeze(1)`, or `y.unsqueeze(1)`.
-
-    Ignore:
-        When all pairs are meant to be compared.
+    Fix: Give both the same shape: `model(x).squeeze(1)`, or `y.unsqueeze(1)`.
+    Ignore: When all pairs are meant to be compared.
     """
 
-    id = "target-broadcast"
-    rule = 9
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._output: Any = None
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Compare the shapes."""
+    def on_loss_call(self, call: LossCall) -> None:
         if call.name in _ELEMENTWISE and call.has_gradients:
             first, second = call.input.shape, call.target.shape
             if len(first) != len(second) and _is_outer(first, second):
-                self._find(view, call.name, first, second)
+                self._find(call.name, first, second)
 
-    def on_after_forward(self, view: TrainingView, outputs: Any) -> None:
-        """Keep the operation that has computed the output."""
+    def on_after_forward(self, outputs: Any) -> None:
         is_column = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] == 1
-        self._output = outputs.grad_fn if is_column and view.is_due else None
+        self._output = outputs.grad_fn if is_column and self.view.is_due else None
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Look for `((output - labels) ** 2).mean()`, where no loss function is called."""
+    def on_before_backward(self, loss: Any) -> None:
         output, self._output = self._output, None
-        node = getattr(loss, "grad_fn", None)
-        for names in (("MeanBackward0", "SumBackward0"), ("PowBackward0", "AbsBackward0")):
-            if output is None or node is None or node.name() not in names:
-                return
-            node = node.next_functions[0][0]
-        if node is None or node.name() != "SubBackward0":
+        if output is None or getattr(loss, "grad_fn", None) is None:
             return
-        operands = [function for function, _ in node.next_functions]
-        if output in operands and None in operands:
-            rows = output._input_metadata[0].shape[0]  # noqa: SLF001
-            shape = node._input_metadata[0].shape  # noqa: SLF001
-            if rows > 1 and tuple(shape) == (rows, rows):
-                self._find(view, "the difference in the loss", (rows, 1), (rows,))
+        rows = output._input_metadata[0].shape[0]  # noqa: SLF001
+        for node in LossGraph(loss, _MAX_NODES).nodes:
+            operands = [function for function, _ in node.next_functions]
+            if node.name() == "SubBackward0" and output in operands and None in operands:
+                shape = node._input_metadata[0].shape  # noqa: SLF001
+                if rows > 1 and tuple(shape) == (rows, rows):
+                    self._find("the difference in the loss", (rows, 1), (rows,))
 
-    def _find(self, view: TrainingView, subject: str, first: Any, second: Any) -> None:
+    def _find(self, subject: str, first: Any, second: Any) -> None:
         self.find(
-            view,
             subject,
             f"An output of shape {tuple(first)} is compared with labels of shape {tuple(second)}: "
             f"both are broadcast, so that every output meets every label.",
-            "Give both the same shape, with squeeze(1) of the output or unsqueeze(1) of the "
-            "labels.",
         )
 
 
@@ -138,44 +123,27 @@ class AllLabelsIgnored(Check):
 
     Bug:
         labels[attention_mask == 1] = -100  # meant: == 0
-
-    Fix:
-        Look at the labels of a batch where they are masked.
-
-    Ignore:
-        When batches without a label are expected.
+    Fix: Look at the labels of a batch where they are masked.
+    Ignore: When batches without a label are expected.
     """
 
-    id = "all-labels-ignored"
-    rule = 9
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._used: list[Tensor] = []
         self._count = 0
-        self._in_a_row = 0
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Count the labels that are used."""
-        if call.has_gradients and view.is_due and has_class_labels(call):
+    def on_loss_call(self, call: LossCall) -> None:
+        if call.has_gradients and self.view.is_due and has_class_labels(call):
             self._used.append(is_label_used(call).sum())
             self._count += call.target.numel()
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Judge the labels of the step together."""
+    def on_step_end(self) -> None:
         if self._used:
-            view.read(self._used, self._judge, view, self._count)
+            self.read(self._used, self._judge, self._count)
         self._used, self._count = [], 0
 
-    def _judge(self, used: list[float], view: TrainingView, count: int) -> None:
-        self._in_a_row = 0 if any(used) or not count else self._in_a_row + 1
-        if self._in_a_row == 2:
-            self.find(
-                view,
-                "cross_entropy",
-                f"All {count} labels were ignored, in two steps in a row.",
-                "Look at the labels of a batch where they are masked with ignore_index.",
-            )
+    def _judge(self, used: list[float], count: int) -> None:
+        if self.in_a_row(count and not any(used)) == 2:
+            self.find("cross_entropy", f"All {count} labels were ignored, in two steps in a row.")
 
 
 class ProbabilitiesIntoCrossEntropy(Check):
@@ -186,24 +154,12 @@ class ProbabilitiesIntoCrossEntropy(Check):
 
     Bug:
         loss = F.cross_entropy(model(x).softmax(dim=1), y)
-
-    Fix:
-        Give it the outputs of the last layer.
-
-    Ignore:
-        Never seen on purpose.
+    Fix: Give it the outputs of the last layer.
+    Ignore: Never seen on purpose.
     """
 
-    id = "probabilities-into-cross-entropy"
-    rule = 9
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._in_a_row = 0
-
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Look at what has computed the input, and at its rows."""
-        if call.name != "cross_entropy" or not call.has_gradients or not view.is_due:
+    def on_loss_call(self, call: LossCall) -> None:
+        if call.name != "cross_entropy" or not call.has_gradients or not self.view.is_due:
             return
         operation = last_operation(call.input)
         dim = _class_dimension(call)
@@ -211,21 +167,19 @@ class ProbabilitiesIntoCrossEntropy(Check):
             return
         values = call.input.detach()
         away = (values.sum(dim, dtype=torch.float32) - 1).abs().max()
-        view.read([values.min(), values.max(), away], self._judge, view, operation)
+        self.read([values.min(), values.max(), away], self._judge, operation)
 
-    def _judge(self, numbers: list[float], view: TrainingView, operation: str) -> None:
+    def _judge(self, numbers: list[float], operation: str) -> None:
         low, high, away = numbers
         is_distribution = low >= 0 and away < 1e-2
-        self._in_a_row = self._in_a_row + 1 if is_distribution else 0
+        steps = self.in_a_row(is_distribution)
         is_known = operation in ("Softmax", "Sigmoid") and low >= 0 and high <= 1
-        if is_known or self._in_a_row >= _STEPS_IN_A_ROW:
+        if is_known or steps >= _STEPS_IN_A_ROW:
             how = f"a {operation.lower()}" if is_known else "values that are not negative, sum 1"
             self.find(
-                view,
                 "cross_entropy",
                 f"Its input is the result of {how} (from {low:.3g} to {high:.3g}), and it applies "
                 f"a softmax itself.",
-                "Give cross_entropy the logits: remove the softmax or sigmoid before it.",
             )
 
 
@@ -237,43 +191,27 @@ class NllWithoutLogProbabilities(Check):
 
     Bug:
         loss = F.nll_loss(model(x), y)  # the model returns logits
-
-    Fix:
-        Apply `log_softmax` before, or use `cross_entropy`.
-
-    Ignore:
-        When `nll_loss` is used to pick elements of something else.
+    Fix: Apply `log_softmax` before, or use `cross_entropy`.
+    Ignore: When `nll_loss` is used to pick elements of something else.
     """
 
-    id = "nll-without-log-probabilities"
-    rule = 9
-
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Add the probabilities of each row."""
-        if not call.has_gradients or not view.is_due:
+    def on_loss_call(self, call: LossCall) -> None:
+        if not call.has_gradients or not self.view.is_due:
             return
         if call.name == "kl_div" and last_operation(call.input) == "Softmax":
-            self._find(view, call.name, "the result of a softmax")
+            self._find(call.name, "the result of a softmax")
         is_mean = call.options.get("reduction", "mean") == "mean"
         if call.name == "nll_loss" and is_mean and call.input.numel():
             sums = call.input.detach().float().logsumexp(_class_dimension(call))
-            view.read([sums.max()], self._judge, view)
+            self.read([sums.max()], self._judge)
 
-    def _judge(self, numbers: list[float], view: TrainingView) -> None:
+    def _judge(self, numbers: list[float]) -> None:
         if 0.05 < numbers[0] < math.inf:
             total = f"{math.exp(min(numbers[0], 700.0)):.3g}"
-            self._find(
-                view, "nll_loss", f"no logarithm of probabilities: they would sum to {total}"
-            )
+            self._find("nll_loss", f"no logarithm of probabilities: they would sum to {total}")
 
-    def _find(self, view: TrainingView, name: str, what: str) -> None:
-        self.find(
-            view,
-            name,
-            f"Its input is {what}.",
-            "Give it log-probabilities: log_softmax of the logits (for nll_loss, cross_entropy of "
-            "the logits is the same).",
-        )
+    def _find(self, name: str, what: str) -> None:
+        self.find(name, f"Its input is {what}.")
 
 
 class SigmoidBeforeBceWithLogits(Check):
@@ -283,24 +221,19 @@ class SigmoidBeforeBceWithLogits(Check):
 
     Bug:
         loss = F.binary_cross_entropy_with_logits(torch.sigmoid(model(x)), y)
-
-    Fix:
-        Remove the sigmoid, or use `binary_cross_entropy`.
-
-    Ignore:
-        Never seen on purpose.
+    Fix: Remove the sigmoid, or use `binary_cross_entropy`.
+    Ignore: Never seen on purpose.
     """
 
-    id = "sigmoid-before-bce-with-logits"
-    rule = 9
-
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Look at what has computed the input."""
-        if call.name == "binary_cross_entropy_with_logits" and call.has_gradients and view.is_due:
+    def on_loss_call(self, call: LossCall) -> None:
+        if (
+            call.name == "binary_cross_entropy_with_logits"
+            and call.has_gradients
+            and self.view.is_due
+        ):
             operation = last_operation(call.input)
             if operation in ("Sigmoid", "Softmax"):
                 self.find(
-                    view,
                     call.name,
                     f"Its input is the result of a {operation.lower()}, and it applies a sigmoid "
                     f"itself.",
@@ -316,29 +249,19 @@ class CrossEntropyOfOneClass(Check):
     Bug:
         head = nn.Linear(64, 1)
         loss = F.cross_entropy(head(x), y)
-
-    Fix:
-        Use `binary_cross_entropy_with_logits`, or one output per class.
-
-    Ignore:
-        Never seen on purpose.
+    Fix: Use `binary_cross_entropy_with_logits`, or one output per class.
+    Ignore: Never seen on purpose.
     """
 
-    id = "cross-entropy-of-one-class"
-    rule = 9
-
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Look at the number of classes."""
+    def on_loss_call(self, call: LossCall) -> None:
         shape = call.input.shape
         if call.name != "cross_entropy" or not call.has_gradients or len(shape) < 2:
             return
         if shape[1] == 1 and call.target.numel() > 1:
             self.find(
-                view,
                 "cross_entropy",
                 f"Its input has the shape {tuple(shape)}: with one class the loss is 0 for every "
                 f"output.",
-                "Use binary_cross_entropy_with_logits, or a last layer with one output per class.",
             )
 
 
@@ -349,47 +272,68 @@ class LabelsShiftedTwice(Check):
 
     Bug:
         model(input_ids=tokens[:, :-1], labels=tokens[:, 1:])  # the model shifts labels itself
-
-    Fix:
-        Shift in one place. Models of transformers want `labels=input_ids`.
-
-    Ignore:
-        When the model is to predict two tokens ahead.
+    Fix: Shift in one place. Models of transformers want `labels=input_ids`.
+    Ignore: When the model is to predict two tokens ahead.
     """
 
-    id = "labels-shifted-twice"
-    rule = 9
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._tokens = EmbeddedTokens()
         self._shifts: list[Tensor] = []
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Keep the tokens of the latest forward."""
+    def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Compare the labels with the tokens."""
+    def on_loss_call(self, call: LossCall) -> None:
         found = self._tokens.labelled(call)
         if found is not None:
             self._shifts += [is_shifted_by(count, *found) for count in range(4)]
 
-    def on_step_end(self, view: TrainingView) -> None:
+    def on_step_end(self) -> None:
         """Judge all losses of the step together: some models predict several tokens."""
         if self._shifts:
-            view.read(self._shifts, self._judge, view)
+            self.read(self._shifts, self._judge)
         self._shifts = []
         self._tokens.forget()
 
-    def _judge(self, numbers: list[float], view: TrainingView) -> None:
+    def _judge(self, numbers: list[float]) -> None:
         is_same, is_next, is_second, is_third = (any(numbers[i::4]) for i in range(4))
         if is_second and not (is_same or is_next or is_third):
+            self.find("cross_entropy", "Every label is the input token two positions later.")
+
+
+class LabelsNotShifted(Check):
+    """A language model learns to repeat its input.
+
+    It is causal, sees each token, and has this token as the label: copying is enough.
+
+    Bug:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    Fix: Compare the output at each position with the next token: `logits[:, :-1]` and `tokens[:,
+        1:]`.
+    Ignore: When the model is to copy.
+    """
+
+    is_active = True
+
+    def on_repeat(self, call: RepeatableCall) -> None:
+        """Compare labels with tokens, and see that the model is causal and sees each token."""
+        ids = token_ids(call.inputs)
+        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
+        if ids is None or compared is None:
+            return
+        same, later = (is_any_shifted_by(count, call.targets, ids) for count in (0, 1))
+        earlier, here = (
+            compared.change(rows=r) for r in (slice(middle), slice(middle, middle + 1))
+        )
+        self.read([same & ~later, earlier, here], self._judge)
+
+    def _judge(self, numbers: list[float]) -> None:
+        is_same, earlier, here = numbers
+        if is_same and here and not earlier:
             self.find(
-                view,
                 "cross_entropy",
-                "Every label is the input token two positions later.",
-                "Shift the labels in one place only: in the data, or in the model.",
+                "Every label is the input token at the same position, and no output depends on a "
+                "later token: the model learns to copy.",
             )
 
 
@@ -401,35 +345,24 @@ class EndTokenNeverTrained(Check):
     Bug:
         tokenizer.pad_token = tokenizer.eos_token
         labels[labels == tokenizer.pad_token_id] = -100  # the real end, too
-
-    Fix:
-        Use a padding token of its own, or keep the label of the first end token of each sequence.
-
-    Ignore:
-        When the model is not to learn where a text ends.
+    Fix: Use a padding token of its own, or keep the label of the first end token of each sequence.
+    Ignore: When the model is not to learn where a text ends.
     """
 
-    id = "end-token-never-trained"
-    rule = 9
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._tokens = EmbeddedTokens()
         self._seen = 0
         self._ends: set[float] = set()
 
-    def on_train_start(self, view: TrainingView) -> None:
-        """Note the end token, where the model has one."""
-        for model in view.models:
+    def on_train_start(self) -> None:
+        for model in self.view.models:
             end = getattr(getattr(model, "config", None), "eos_token_id", None)
             self._ends.update(end if isinstance(end, list) else [] if end is None else [end])
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Keep the tokens of the latest forward."""
+    def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Count the tokens at the ends of sequences, and their labels."""
+    def on_loss_call(self, call: LossCall) -> None:
         found = self._tokens.labelled(call)
         if found is None or found[0].shape[0] < 2:
             return
@@ -442,7 +375,7 @@ class EndTokenNeverTrained(Check):
         trailing = is_end.flip(1).long().cumprod(1).sum(1)
         last = (is_used * torch.arange(width, device=ids.device)).argmax(1)
         last_labels = labels.gather(1, last[:, None])
-        view.read(
+        self.read(
             [
                 end,
                 (ids[:, -1] == end).all() & is_used.any() & (trailing.max() > 1),
@@ -452,14 +385,12 @@ class EndTokenNeverTrained(Check):
                 (last_labels == last_labels[0]).all(),
             ],
             self._judge,
-            view,
         )
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Forget the tokens."""
+    def on_step_end(self) -> None:
         self._tokens.forget()
 
-    def _judge(self, numbers: list[float], view: TrainingView) -> None:
+    def _judge(self, numbers: list[float]) -> None:
         end, is_padded, is_next, is_trained, shortest, has_other_end = numbers
         if not is_next or has_other_end:
             return
@@ -470,11 +401,9 @@ class EndTokenNeverTrained(Check):
             self._seen += 1
         if self._seen >= _STEPS_IN_A_ROW:
             self.find(
-                view,
                 "cross_entropy",
                 f"Every sequence ends with the token {end:.0f}, which is also the padding, and all "
                 f"its labels are ignored (in {self._seen} batches).",
-                "Use another token for padding, or keep the label of the first end token.",
             )
 
 
@@ -487,30 +416,21 @@ class FirstLossTooHigh(Check):
 
     Bug:
         nn.init.normal_(head.weight, std=1.0)
-
-    Fix:
-        Initialise the last layer with small weights, such as a standard deviation of 0.02.
-
-    Ignore:
-        When the model was trained before, on other classes.
+    Fix: Initialise the last layer with small weights, such as a standard deviation of 0.02.
+    Ignore: When the model was trained before, on other classes.
     """
 
-    id = "first-loss-too-high"
-    rule = 9
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._layers: dict[Any, tuple[str, nn.Linear]] = {}  # by the node of the output
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Note the linear layers of the first step."""
-        is_first = view.step == 1 and view.steps_seen == 1 and call.has_gradients
+    def on_module_call(self, call: ModuleCall) -> None:
+        is_first = self.view.step == 1 and self.view.steps_seen == 1 and call.has_gradients
         if is_first and type(call.module) is nn.Linear and isinstance(call.output, Tensor):
             self._layers[call.output.grad_fn] = (call.name, call.module)
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Compare the loss with that of guessing, if a linear layer gave the logits."""
+    def on_loss_call(self, call: LossCall) -> None:
         if not self._layers or not call.has_gradients:
             return
         nodes = [node for node in operations(call.input) if node in self._layers]
@@ -519,27 +439,22 @@ class FirstLossTooHigh(Check):
         is_mean = call.options.get("reduction", "mean") == "mean"
         if layer is None or not has_class_labels(call) or classes < 3 or not is_mean:
             return
-        parameters = view.model.named_parameters(remove_duplicate=False)
-        uses = sum(parameter is layer.weight for _, parameter in parameters)
-        if call.name == "cross_entropy" and uses == 1:
+        if call.name == "cross_entropy":
             spread = layer.weight.detach().std() * math.sqrt(layer.in_features)
-            view.read([call.result.detach(), spread], self._judge, view, name, classes)
+            self.read([call.result.detach(), spread], self._judge, name, classes)
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Forget the layers."""
+    def on_step_end(self) -> None:
         self._layers = {}
 
-    def _judge(self, numbers: list[float], view: TrainingView, name: str, classes: int) -> None:
+    def _judge(self, numbers: list[float], name: str, classes: int) -> None:
         loss, spread = numbers
         guessing = math.log(classes)
         if 3 * guessing + 3 < loss < math.inf and spread > 3:
             self.find(
-                view,
                 name,
                 f"The first loss is {loss:.3g}, and that of guessing among {classes} classes "
                 f"{guessing:.3g}. The weights of the last layer are {spread:.2g} times as large as "
                 f"1/sqrt(inputs).",
-                "Initialise the last layer with smaller weights, and look at what initialises it.",
             )
 
 
@@ -569,16 +484,3 @@ class EmbeddedTokens:
     def forget(self) -> None:
         """Forget the tokens, after a step."""
         self._ids, self._size = None, 0
-
-
-LABEL_CHECKS = (
-    TargetBroadcast,
-    AllLabelsIgnored,
-    ProbabilitiesIntoCrossEntropy,
-    NllWithoutLogProbabilities,
-    SigmoidBeforeBceWithLogits,
-    CrossEntropyOfOneClass,
-    LabelsShiftedTwice,
-    EndTokenNeverTrained,
-    FirstLossTooHigh,
-)

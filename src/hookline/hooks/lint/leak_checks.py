@@ -12,7 +12,6 @@ from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.token_labels import (
     aligned,
     are_targets,
-    is_any_shifted_by,
     is_shifted_by,
     other_tokens,
     token_ids,
@@ -22,6 +21,7 @@ from hookline.hooks.lint.torch_watch import LoadedBatch
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
 
+_REMOVED = 2  # columns of padding
 _DOCUMENT_NAMES = ("document_ids", "document_id", "doc_ids", "doc_id", "seq_idx", "sequence_ids")
 
 
@@ -59,6 +59,58 @@ def is_changed(part: float, outputs_dtype: torch.dtype) -> bool:
     return part > (1e-2 if outputs_dtype in (torch.float16, torch.bfloat16) else 1e-4)
 
 
+class Comparison:
+    """Outputs of a call before and after a change of its inputs.
+
+    Attributes:
+        before: the outputs for the inputs as they are.
+        after: the outputs for the changed inputs.
+    """
+
+    def __init__(self, before: Tensor, again: Tensor | None, after: Tensor) -> None:
+        self.before, self.after = before, after
+        self._repeats = repeats(before, again)
+        is_narrow = before.dtype in (torch.float16, torch.bfloat16)
+        self._limit = 1e-2 if is_narrow else 1e-4
+
+    def change(self, where: Tensor | None = None, rows: slice | None = None) -> Tensor:
+        """Return the largest change, as a part of the largest output.
+
+        It is 0 if it is within rounding, or if two equal calls differ. `where` selects samples or
+        tokens, `rows` a range of tokens.
+        """
+        rows = rows or slice(None)
+        part = difference(
+            self.before[:, rows] if self.before.ndim > 1 else self.before,
+            self.after[:, rows] if self.after.ndim > 1 else self.after,
+            where,
+        )
+        return part.where(self._repeats & (part > self._limit), 0)
+
+
+def compare_tokens(call: RepeatableCall, ids: Tensor, changed: Tensor) -> Comparison | None:
+    """Call the model with other tokens, and return the outputs of tokens, if it has such."""
+    before = token_outputs(call.outputs, ids)
+    if before is None:
+        return None
+    after = token_outputs(call.run_with(lambda x: changed if x is ids else x), ids)
+    again = token_outputs(call.repeated_outputs, ids)
+    return None if after is None else Comparison(before, again, after)
+
+
+def change_later(call: RepeatableCall, ids: Tensor) -> tuple[Comparison | None, int]:
+    """Change the tokens from the middle on; return the outputs, and where the middle is."""
+    middle = ids.shape[1] // 2
+    changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
+    return compare_tokens(call, ids, changed), middle
+
+
+def attention_names(view: TrainingView) -> list[str]:
+    """Return the names of attention modules, or the class of the model if it has none."""
+    found = [n for m, n in view.module_names.items() if "ttention" in type(m).__name__ and n]
+    return found or [type(view.models[0]).__name__]
+
+
 def repeats(outputs: Tensor, again: Tensor | None) -> Tensor:
     """Return whether two equal calls have given the same."""
     if again is None or again.shape != outputs.shape:
@@ -75,114 +127,32 @@ class OutputDependsOnLaterToken(Check):
 
     Bug:
         F.scaled_dot_product_attention(q, k, v)  # is_causal=True is missing
-
-    Fix:
-        Mask the attention: `is_causal=True`, or a mask whose upper triangle is excluded.
-
-    Ignore:
-        When the model may look ahead on purpose.
+    Fix: Mask the attention: `is_causal=True`, or a mask whose upper triangle is excluded.
+    Ignore: When the model may look ahead on purpose.
     """
 
-    id = "output-depends-on-later-token"
-    rule = 8
     is_active = True
 
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
-        """Change the second half of the tokens and compare the outputs of the first."""
+    def on_repeat(self, call: RepeatableCall) -> None:
         ids = token_ids(call.inputs)
-        found = None if ids is None else _change_later(call, ids)
-        if ids is None or found is None:
+        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
+        if ids is None or compared is None:
             return
-        before, after, middle = found
         others = token_inputs(call.inputs)[1:]  # a translation may see its whole source
         targets = [aligned(target, ids) for target in call.targets]
         for target in (each for each in targets if each is not None):
             width = min(middle, target.shape[1])
-            has_label = target[:, :width] >= 0
-            view.read(
-                [
-                    is_shifted_by(1, target, ids) & are_targets(others, call.targets),
-                    repeats(before, token_outputs(call.repeated_outputs, ids)),
-                    difference(before[:, :width], after[:, :width], has_label),
-                ],
-                self._judge,
-                view,
-                before.dtype,
-                middle,
-            )
+            change = compared.change(target[:, :width] >= 0, slice(width))
+            is_next = is_shifted_by(1, target, ids) & are_targets(others, call.targets)
+            self.read([is_next, change], self._judge, middle)
 
-    def _judge(
-        self, numbers: list[float], view: TrainingView, dtype: torch.dtype, middle: int
-    ) -> None:
-        is_next, is_repeated, part = numbers
-        if is_next and is_repeated and is_changed(part, dtype):
+    def _judge(self, numbers: list[float], middle: int) -> None:
+        is_next, part = numbers
+        if is_next and part > 0:
             self.find(
-                view,
-                "the model",
-                f"Its labels are the next tokens, but changing tokens from position {middle} on "
+                attention_names(self.view),
+                f"The labels are the next tokens, but changing tokens from position {middle} on "
                 f"changed outputs before it, by {part:.2g} of the largest output.",
-                "Mask the attention so that no position sees a later one (is_causal=True), and "
-                "look for other mixing over time: convolutions, normalisation, pooling.",
-            )
-
-
-def _change_later(call: RepeatableCall, ids: Tensor) -> tuple[Tensor, Tensor, int] | None:
-    """Return outputs before and after a change of the tokens from the middle on."""
-    before = token_outputs(call.outputs, ids)
-    if before is None:
-        return None
-    middle = ids.shape[1] // 2
-    changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
-    after = token_outputs(call.run_with(lambda x: changed if x is ids else x), ids)
-    return None if after is None else (before, after, middle)
-
-
-class LabelsNotShifted(Check):
-    """A language model learns to repeat its input.
-
-    It is causal, sees each token, and has this token as the label: copying is enough.
-
-    Bug:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-
-    Fix:
-        Compare the output at each position with the next token: `logits[:, :-1]` and
-        `tokens[:, 1:]`.
-
-    Ignore:
-        When the model is to copy.
-    """
-
-    id = "labels-not-shifted"
-    rule = 9
-    is_active = True
-
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
-        """Compare labels with tokens, and see that the model is causal and sees each token."""
-        ids = token_ids(call.inputs)
-        found = None if ids is None else _change_later(call, ids)
-        if ids is None or found is None:
-            return
-        before, after, middle = found
-        here = slice(middle, middle + 1)
-        tensors = [
-            is_any_shifted_by(0, call.targets, ids) & ~is_any_shifted_by(1, call.targets, ids),
-            repeats(before, token_outputs(call.repeated_outputs, ids)),
-            difference(before[:, :middle], after[:, :middle]),
-            difference(before[:, here], after[:, here]),
-        ]
-        view.read(tensors, self._judge, view, before.dtype)
-
-    def _judge(self, numbers: list[float], view: TrainingView, dtype: torch.dtype) -> None:
-        is_same, is_repeated, earlier, here = numbers
-        is_causal = not is_changed(earlier, dtype) and is_changed(here, dtype)
-        if is_same and is_repeated and is_causal:
-            self.find(
-                view,
-                "cross_entropy",
-                "Every label is the input token at the same position, and no output depends on a "
-                "later token: the model learns to copy.",
-                "Shift the labels by one: compare logits[:, :-1] with tokens[:, 1:].",
             )
 
 
@@ -195,28 +165,20 @@ class OutputDependsOnOtherSamples(Check):
     Bug:
         nn.TransformerEncoderLayer(64, 4)  # wants (tokens, samples, features)
         encoder(x)  # of shape (samples, tokens, features)
-
-    Fix:
-        Say `batch_first=True`, or look for a `dim=0`.
-
-    Ignore:
-        When the samples of a batch belong together.
+    Fix: Say `batch_first=True`, or look for a `dim=0`.
+    Ignore: When the samples of a batch belong together.
     """
 
-    id = "output-depends-on-other-samples"
-    rule = 8
     is_active = True
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._batch_size: int | None = None
 
-    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
-        """Note how many samples a loader puts together."""
-        if view.is_due:
+    def on_batch_loaded(self, loaded: LoadedBatch) -> None:
+        if self.view.is_due:
             self._batch_size = getattr(loaded.loader, "batch_size", None)
 
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
+    def on_repeat(self, call: RepeatableCall) -> None:
         """Reverse the batch, and replace all samples by the first one."""
         first = next(iter(call.inputs.values()), None)
         if first is None or first.ndim < 2 or len(first) < 2:
@@ -225,18 +187,15 @@ class OutputDependsOnOtherSamples(Check):
         before = sample_outputs(call.outputs, samples)
         if before is None or not self._has_rows_of_samples(call, first, before):
             return
+        again = sample_outputs(call.repeated_outputs, samples)
         repeated = call.run_with(lambda x: _rows(x, samples, [0] * samples))
-        reversed_rows = list(reversed(range(samples)))
-        permuted = call.run_with(lambda x: _rows(x, samples, reversed_rows))
+        permuted = call.run_with(lambda x: _rows(x, samples, list(reversed(range(samples)))))
         alone, turned = sample_outputs(repeated, samples), sample_outputs(permuted, samples)
         if alone is not None and turned is not None:
-            tensors = [
-                repeats(before, sample_outputs(call.repeated_outputs, samples)),
-                difference(before.flip(0), turned),
-                difference(before[:1], alone[:1]),
-                difference(before[:1].expand(before.shape), before),
-            ]
-            view.read(tensors, self._judge, view, before.dtype, samples)
+            same, equal = before[:1].expand(before.shape), alone[:1].expand(alone.shape)
+            pairs = [(before.flip(0), turned), (before[:1], alone[:1]), (same, before)]
+            changes = [Comparison(x, x, y).change() for x, y in (*pairs, (equal, alone))]
+            self.read([repeats(before, again), *changes], self._judge, samples)
 
     def _has_rows_of_samples(self, call: RepeatableCall, first: Tensor, outputs: Tensor) -> bool:
         """Return whether the rows are samples for sure: not the nodes of a graph, or time."""
@@ -251,20 +210,21 @@ class OutputDependsOnOtherSamples(Check):
         is_tokens = not first.is_floating_point()
         return outputs.ndim <= 2 and (first.ndim >= 3 or is_tokens)
 
-    def _judge(
-        self, numbers: list[float], view: TrainingView, dtype: torch.dtype, samples: int
-    ) -> None:
-        is_repeated, unlike, part, spread = numbers
-        is_permuted = not is_changed(unlike, dtype) and is_changed(spread, dtype)
-        if is_repeated and is_permuted and is_changed(part, dtype):
-            self.find(
-                view,
-                "the model",
-                f"In eval mode, the output for a sample changed by {part:.2g} of the largest "
-                f"output when the other {samples - 1} samples of its batch were replaced.",
-                "Look for attention, softmax or normalisation over the batch dimension "
-                "(batch_first, dim=0).",
-            )
+    def _judge(self, numbers: list[float], samples: int) -> None:
+        is_repeated, unlike, part, spread, unequal = numbers
+        if not is_repeated:
+            return
+        if unlike == 0 and spread and part:
+            how = f"when the other {samples - 1} samples of its batch were replaced"
+        elif unequal:
+            part, how = unequal, "with its place in a batch of equal samples"
+        else:
+            return
+        self.find(
+            type(self.view.models[0]).__name__,
+            f"In eval mode, the output for a sample changed by {part:.2g} of the largest output "
+            f"{how}.",
+        )
 
 
 def _rows(tensor: Tensor, samples: int, rows: list[int]) -> Tensor:
@@ -277,65 +237,79 @@ class OutputDependsOnPadding(Check):
     The mask is not used, has the wrong sign, or gets lost. The result then depends on how long the
     other sequences of a batch are.
 
+    Where the model gets no mask, padding is recognised as one token at the end of shorter
+    sequences, and some of it is removed.
+
     Bug:
         def forward(self, ids, attention_mask):
             return self.encoder(self.embed(ids))  # the mask is not given on
-
-    Fix:
-        Give the mask to the attention. `src_key_padding_mask` of torch is True at padding,
+    Fix: Give the mask to the attention. `src_key_padding_mask` of torch is True at padding,
         `attention_mask` of transformers is 1 at tokens.
-
-    Ignore:
-        When the mask does not mean padding.
+    Ignore: When the mask does not mean padding.
     """
 
-    id = "output-depends-on-padding"
-    rule = 8
     is_active = True
 
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
-        """Change the tokens that are masked."""
+    def on_repeat(self, call: RepeatableCall) -> None:
         ids = token_ids(call.inputs)
-        mixes = (nn.modules.conv._ConvNd, nn.RNNBase)
-        if ids is None or any(isinstance(module, mixes) for module in view.model.modules()):
-            return  # neighbours of padding see it there, which is usual
-        for name, mask in call.inputs.items():
-            if "mask" in name and mask.shape == ids.shape:
-                self._change(view, call, ids, name, mask)
-
-    def _change(
-        self, view: TrainingView, call: RepeatableCall, ids: Tensor, name: str, mask: Tensor
-    ) -> None:
-        is_padding = mask.bool() if "padding" in name else ~mask.bool()
-        changed = torch.where(is_padding, other_tokens(ids), ids)
-        outputs = call.run_with(lambda x: changed if x is ids else x)
-        before, after = token_outputs(call.outputs, ids), token_outputs(outputs, ids)
-        again, where = token_outputs(call.repeated_outputs, ids), ~is_padding
-        if before is None:
-            before, after = (sample_outputs(each, len(ids)) for each in (call.outputs, outputs))
-            again, where = sample_outputs(call.repeated_outputs, len(ids)), where.any(1)
-        if before is None or after is None:
+        if ids is None or any(map(_sees_neighbours, self.view.model.modules())):
             return
-        tensors = [
-            repeats(before, again),
-            difference(before, after, where),
-            is_padding.sum(),
-            _is_like_padding(is_padding, ids),
-        ]
-        view.read(tensors, self._judge, view, before.dtype, name)
+        masks = {name: x for name, x in call.inputs.items() if "mask" in name}
+        for name, mask in masks.items():
+            if mask.shape == ids.shape:
+                is_padding = mask.bool() if "padding" in name else ~mask.bool()
+                changed = torch.where(is_padding, other_tokens(ids), ids)
+                alike = _is_like_padding(is_padding, ids)
+                self._compare(call, ids, changed, ~is_padding, alike, name)
+        # Other inputs may be indices into what is removed, which ends a process on an accelerator.
+        others = [x for x in call.inputs.values() if x is not ids]
+        has_room = ids.device.type == "cpu" and all(x.ndim < 2 for x in others)
+        if not masks and (not others or has_room) and ids.shape[1] > 2 * _REMOVED:
+            self._remove_padding(call, ids)
 
-    def _judge(
-        self, numbers: list[float], view: TrainingView, dtype: torch.dtype, name: str
+    def _remove_padding(self, call: RepeatableCall, ids: Tensor) -> None:
+        """Remove columns at the end, and compare the sequences that have only padding there."""
+        token = ids[:, -1].mode().values
+        is_padding = (ids == token).flip(1).cumprod(1).flip(1).bool()
+        lengths = (~is_padding).sum(1)
+        is_between = (lengths > lengths.min()) & (lengths < lengths.max())
+        alike = ((ids == token) == is_padding).all() & is_between.any() & (lengths > 0).all()
+        is_short = is_padding[:, -_REMOVED:].all(1, keepdim=True)
+        where = ~is_padding & is_short
+        self._compare(call, ids, ids[:, :-_REMOVED], where, alike, "")
+
+    def _compare(
+        self, call: RepeatableCall, ids: Tensor, changed: Tensor, where: Tensor, *alike: Any
     ) -> None:
-        is_repeated, part, count, is_alike = numbers
-        if is_repeated and count and is_alike and is_changed(part, dtype):
+        is_like_padding, name = alike
+        outputs, width = call.run_with(lambda x: changed if x is ids else x), changed.shape[1]
+        every = [call.outputs, call.repeated_outputs]
+        before, again = (token_outputs(each, ids) for each in every)
+        after = token_outputs(outputs, changed)
+        if before is None or again is None:
+            before, again, after = (sample_outputs(each, len(ids)) for each in (*every, outputs))
+            where = where.any(1)
+        else:
+            before, again, where = before[:, :width], again[:, :width], where[:, :width]
+        if before is not None and after is not None and before.shape == after.shape:
+            change = Comparison(before, again, after).change(where)
+            count = where.sum()
+            self.read([change, count, is_like_padding], self._judge, name)
+
+    def _judge(self, numbers: list[float], name: str) -> None:
+        part, count, is_alike = numbers
+        if count and is_alike and part > 0:
             self.find(
-                view,
-                name,
-                f"Changing the {count:.0f} tokens that '{name}' masks changed outputs of other "
-                f"tokens, by {part:.2g} of the largest output.",
-                "Give the mask to the attention and the pooling, with the sign that they expect.",
+                name or type(self.view.models[0]).__name__,
+                "Other padding, or less of it, changed outputs for what is no padding, by "
+                f"{part:.2g} of the largest output ({count:.0f} were compared).",
             )
+
+
+def _sees_neighbours(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens with their neighbours, so that padding is seen."""
+    is_two_way = isinstance(module, nn.RNNBase) and module.bidirectional
+    return is_two_way or isinstance(module, nn.modules.conv._ConvNd)
 
 
 def _is_like_padding(is_padding: Tensor, ids: Tensor) -> Tensor:
@@ -354,49 +328,31 @@ class PackedDocumentsAttendToEachOther(Check):
 
     Bug:
         model(ids, position_ids=restarting)  # attention is causal over the whole sequence
-
-    Fix:
-        Use attention with a mask by document (block-diagonal), or its variable-length form.
-
-    Ignore:
-        When documents are meant to see those before them.
+    Fix: Use attention with a mask by document (block-diagonal), or its variable-length form.
+    Ignore: When documents are meant to see those before them.
     """
 
-    id = "packed-documents-attend-to-each-other"
-    rule = 8
     is_active = True
 
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
-        """Change the first document of each sequence."""
+    def on_repeat(self, call: RepeatableCall) -> None:
         ids = token_ids(call.inputs)
         documents = None if ids is None else _documents(call.inputs, ids)
-        before = None if ids is None else token_outputs(call.outputs, ids)
-        if ids is None or documents is None or before is None:
+        if ids is None or documents is None:
             return
         name, number = documents
         is_first = number == number[:, :1]
         changed = torch.where(is_first, other_tokens(ids), ids)
-        outputs = call.run_with(lambda x: changed if x is ids else x)
-        after = token_outputs(outputs, ids)
-        if after is not None:
-            tensors = [
-                repeats(before, token_outputs(call.repeated_outputs, ids)),
-                difference(before, after, ~is_first),
-                (~is_first).sum(),
-            ]
-            view.read(tensors, self._judge, view, before.dtype, name)
+        compared = compare_tokens(call, ids, changed)
+        if compared is not None:
+            self.read([compared.change(~is_first), (~is_first).sum()], self._judge, name)
 
-    def _judge(
-        self, numbers: list[float], view: TrainingView, dtype: torch.dtype, name: str
-    ) -> None:
-        is_repeated, part, count = numbers
-        if is_repeated and count and is_changed(part, dtype):
+    def _judge(self, numbers: list[float], name: str) -> None:
+        part, count = numbers
+        if count and part > 0:
             self.find(
-                view,
-                name,
+                [name, *attention_names(self.view)],
                 f"Changing the first document of each sequence changed outputs of the {count:.0f} "
                 f"tokens of later documents, by {part:.2g} of the largest output.",
-                "Mask the attention by document, or use its variable-length form.",
             )
 
 
@@ -409,12 +365,3 @@ def _documents(inputs: dict[str, Tensor], ids: Tensor) -> tuple[str, Tensor] | N
             if name in ("position_ids", "positions"):
                 return name, (tensor == 0).cumsum(1)
     return None
-
-
-LEAK_CHECKS = (
-    OutputDependsOnLaterToken,
-    OutputDependsOnOtherSamples,
-    OutputDependsOnPadding,
-    PackedDocumentsAttendToEachOther,
-    LabelsNotShifted,
-)

@@ -15,6 +15,7 @@ from hookline.hooks.debugging.repeated_forward import CannotRepeatError, ModelCa
 from hookline.hooks.lint.catalogue import CHECKS
 from hookline.hooks.lint.finding import POINTS, Check, Finding, describe_left_out
 from hookline.hooks.lint.repeated_call import RepeatableCall
+from hookline.hooks.lint.step_samples import StepSample, sample_step
 from hookline.hooks.lint.torch_watch import LossCall, TorchWatch
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.loop.loop import loop_of, processes_of
@@ -35,8 +36,9 @@ class Lint(BuiltIn):
     Each check is a rule that a correct training run satisfies: a parameter with a gradient changes
     in a step, gradients start from zero, replicas agree. What breaks one is a finding: it is
     printed when it is found, kept in `findings`, and shown at the top of the report. The first ten
-    steps are looked at closely, then each hundredth. Training is the same with and without this
-    hook. Active checks call the model again in an early step, on a copy that shares its weights.
+    steps are looked at closely, then a few, then each hundredth. Training is the same with and
+    without this hook. Active checks call the model again in an early step, on a copy that shares
+    its weights.
 
     Args:
         only: the ids of the checks to make; None: all.
@@ -47,9 +49,9 @@ class Lint(BuiltIn):
     hookline_group = HookGroup.MONITOR
     hookline_optional_events = _OPTIONAL
     cost = (
-        "In the first ten steps and in each hundredth, a copy of up to 64 elements of each "
-        "parameter and gradient, and one wait for the device at the end of the step. Active checks "
-        "make a few forwards, once. In other steps a few microseconds."
+        "In the first ten steps, a few more and each hundredth, a copy of up to 64 elements of "
+        "each parameter and gradient, and one wait for the device at the end of the step. Active "
+        "checks make a few forwards, once. In other steps a few microseconds."
     )
 
     def __init__(
@@ -72,6 +74,7 @@ class Lint(BuiltIn):
         self._call: ModelCall | None = None
         self._targets: list[Tensor] = []
         self._unsent: list[Finding] = []
+        self._samples: list[StepSample] = []
 
     # -- starting and ending -----------------------------------------------------------------------
 
@@ -86,7 +89,7 @@ class Lint(BuiltIn):
             for check in CHECKS
             if (self.only is None or check.id in self.only) and check.id not in self.ignore
         ]
-        self._checks = [check(self._add) for check in chosen]
+        self._checks = [check(view, self._add) for check in chosen]
         for check in self._checks:
             if check.is_active and not self.active:
                 check.left_out = "active checks are switched off"
@@ -125,7 +128,7 @@ class Lint(BuiltIn):
             self._keep_target(args[0])
         for check in self._points.get(point, ()):
             if check.left_out is None and not (check.ends and check.has_found):
-                self._call_check(check, getattr(check, point), (view, *args))
+                self._call_check(check, getattr(check, point), args)
 
     def _call_check(self, check: Check, function: Callable[..., Any], args: Any) -> None:
         try:
@@ -165,10 +168,19 @@ class Lint(BuiltIn):
 
     def on_before_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
         self._see(optimizers)
-        self._tell("on_before_optimizer_step", optimizers[optimizer_idx])
+        optimizer, view = optimizers[optimizer_idx], self._view
+        self._tell("on_before_optimizer_step", optimizer)
+        is_sampled = view is not None and view.is_due and self._points.get("on_step_sampled")
+        self._samples = sample_step(view, optimizer) if is_sampled and view is not None else []
 
     def on_after_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
-        self._tell("on_after_optimizer_step", optimizers[optimizer_idx])
+        optimizer = optimizers[optimizer_idx]
+        self._tell("on_after_optimizer_step", optimizer)
+        samples, self._samples = self._samples, []
+        if samples and self._view is not None:
+            for each in samples:
+                each.after = self._view.sample(each.parameter)
+            self._tell("on_step_sampled", optimizer, samples)
 
     def on_step_skipped(self, optimizers: list[Any], optimizer_idx: int) -> None:
         self._tell("on_step_skipped", optimizers[optimizer_idx])

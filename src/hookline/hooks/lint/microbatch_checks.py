@@ -10,7 +10,6 @@ from torch import Tensor
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.label_checks import has_class_labels, is_label_used
 from hookline.hooks.lint.torch_watch import LossCall
-from hookline.hooks.lint.training_view import TrainingView
 
 _MIN_RATIO = 1.25  # of the largest to the smallest number of labels
 _MAX_SPREAD = 1e-3  # between weights that count as equal
@@ -33,37 +32,33 @@ class MeanOfMeans(Check):
         for micro in step:
             loss = F.cross_entropy(model(micro.x), micro.y, ignore_index=-100)  # a mean
             (loss / len(step)).backward()
-
-    Fix:
-        Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels that the
+    Fix: Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels that the
         whole step uses.
-
-    Ignore:
-        When each micro-batch is meant to count the same, as when each is a task of its own.
+    Ignore: When each micro-batch is meant to count the same, as when each is a task of its own.
     """
 
-    id = "mean-of-means"
-    rule = 3
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._calls: list[LossCall] = []  # since the latest backward
         self._batches: list[_MicroBatch] = []
         self._tensors: list[Tensor] = []
         self._is_clear = True
         self._varying_steps = 0
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Keep the losses until backward."""
+    def on_loss_call(self, call: LossCall) -> None:
         is_trained = isinstance(call.result, Tensor) and call.result.requires_grad
-        if view.is_due and is_trained and len(self._calls) < 2:
+        if self.view.is_due and is_trained and len(self._calls) < 2:
             self._calls.append(call)
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Note the loss, its weight in backward, and its number of labels."""
+    def on_before_backward(self, loss: Any) -> None:
         calls, self._calls = self._calls, []
-        if not view.is_due or loss is None or len(calls) != 1 or not has_class_labels(calls[0]):
+        if (
+            not self.view.is_due
+            or loss is None
+            or len(calls) != 1
+            or not has_class_labels(calls[0])
+        ):
             self._is_clear = False
             return
         call = calls[0]
@@ -76,15 +71,14 @@ class MeanOfMeans(Check):
         classes = call.input.shape[1]
         self._batches.append(_MicroBatch(reduction == "mean", call.target.numel(), classes))
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Judge the micro-batches of the step."""
+    def on_step_end(self) -> None:
         batches, tensors, is_clear = self._batches, self._tensors, self._is_clear
         self._batches, self._tensors, self._is_clear, self._calls = [], [], True, []
         is_one_task = len({(batch.is_mean, batch.classes) for batch in batches}) == 1
         if is_clear and is_one_task and len(batches) > 1:
-            view.read(tensors, self._judge, view, batches)
+            self.read(tensors, self._judge, batches)
 
-    def _judge(self, numbers: list[float], view: TrainingView, batches: list[_MicroBatch]) -> None:
+    def _judge(self, numbers: list[float], batches: list[_MicroBatch]) -> None:
         results, losses, counts = numbers[::3], numbers[1::3], numbers[2::3]
         if not all(results) or not all(counts):
             return
@@ -98,12 +92,9 @@ class MeanOfMeans(Check):
         if is_equal and is_varied and self._is_by_labels(counts, batches):
             listed = ", ".join(f"{count:.0f}" for count in counts[:8])
             self.find(
-                view,
                 "cross_entropy",
                 f"The {len(counts)} micro-batches of the step have {listed} labels, but their mean "
                 f"losses have equal weights.",
-                "Divide the sum of the losses of each micro-batch by the number of labels that the "
-                "whole step uses.",
             )
 
     def _is_by_labels(self, counts: list[float], batches: list[_MicroBatch]) -> bool:
@@ -115,6 +106,3 @@ class MeanOfMeans(Check):
             return False
         self._varying_steps += 1
         return self._varying_steps > 1
-
-
-MICROBATCH_CHECKS = (MeanOfMeans,)

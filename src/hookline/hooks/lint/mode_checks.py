@@ -17,7 +17,6 @@ from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.leak_checks import difference, is_changed
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
-from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.sharded import is_sharded, stored_values
 
@@ -40,63 +39,50 @@ class ModeNotRestored(Check):
         model.eval()
         evaluate(model)
         train_one_epoch(model)  # model.train() is missing
-
-    Fix:
-        Call `model.train()` before training goes on.
-
-    Ignore:
-        When the rest of training is to run without dropout.
+    Fix: Call `model.train()` before training goes on.
+    Ignore: When the rest of training is to run without dropout.
     """
 
-    id = "mode-not-restored"
-    rule = 4
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._trained: set[nn.Module] = set()  # were in train mode in a step
         self._evaluated: set[nn.Module] = set()  # were called in eval mode without a backward
         self._called: list[nn.Module] = []  # in eval mode, since the latest backward
         self._in_eval: list[nn.Module] = []  # in the latest backward
 
-    def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Note models that were evaluated."""
+    def on_model_call(self, call: ModuleCall) -> None:
         if not call.has_gradients and not call.module.training:
             self._evaluated.add(call.module)
 
-    def on_after_forward(self, view: TrainingView, outputs: Any) -> None:
+    def on_after_forward(self, outputs: Any) -> None:
         """Note forwards in eval mode: all but the last before a backward are evaluations."""
-        in_eval = [model for model in view.models if not model.training]
+        in_eval = [model for model in self.view.models if not model.training]
         if in_eval:
             self._evaluated.update(self._called)
             self._called = in_eval
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Note the modes of training."""
-        self._in_eval = [model for model in view.models if not model.training]
+    def on_before_backward(self, loss: Any) -> None:
+        self._in_eval = [model for model in self.view.models if not model.training]
         if self._called:
             if not self._in_eval:
                 self._evaluated.update(self._called)
             self._called = []
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge the models that this optimizer trains."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         for model in self._in_eval:
             if model in self._trained and model in self._evaluated and _trains(optimizer, model):
-                self._find(view, model)
-        for model in view.models:
+                self._find(model)
+        for model in self.view.models:
             if model.training and model not in self._trained:
                 self._trained.add(model)
         self._evaluated = {model for model in self._evaluated if not model.training}
 
-    def _find(self, view: TrainingView, model: nn.Module) -> None:
+    def _find(self, model: nn.Module) -> None:
         count = sum(depends_on_mode(module) and not module.training for module in model.modules())
         if count:
             self.find(
-                view,
-                view.module_names.get(model) or "the model",
+                self.view.module_names.get(model) or "the model",
                 f"It was in train mode, was evaluated in eval mode, and is now trained in eval "
                 f"mode, with {count} modules of dropout or BatchNorm.",
-                "Call model.train() after each evaluation, before training goes on.",
             )
 
 
@@ -109,43 +95,32 @@ class TrainingInEvalMode(Check):
     Bug:
         model = AutoModel.from_pretrained(name)  # in eval mode
         train(model)
-
-    Fix:
-        Call `model.train()` before training. To freeze parts of it, put these into eval mode.
-
-    Ignore:
-        When the whole model is to be trained without dropout.
+    Fix: Call `model.train()` before training. To freeze parts of it, put these into eval mode.
+    Ignore: When the whole model is to be trained without dropout.
     """
 
-    id = "training-in-eval-mode"
-    rule = 4
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._was_trained = False
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Note whether a model was in train mode."""
-        self._was_trained |= any(model.training for model in view.models)
+    def on_before_backward(self, loss: Any) -> None:
+        self._was_trained |= any(model.training for model in self.view.models)
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge the first steps."""
-        if self._was_trained or view.steps_seen > 2:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self._was_trained or self.view.steps_seen > 2:
             return
-        optimized = view.optimized()
-        for model in view.models:
+        optimized = self.view.optimized()
+        for model in self.view.models:
             dropouts = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.p > 0]
             modules = [module for module in dropouts if not module.training]
             is_whole = all(p.requires_grad and id(p) in optimized for p in model.parameters())
             if modules and is_whole and _trains(optimizer, model):
-                name = view.module_names.get(model) or "the model"
+                name = self.view.module_names.get(model) or "the model"
                 self.find(
-                    view,
                     name,
                     f"It is trained in eval mode, where its {len(modules)} modules of dropout do "
                     f"nothing.",
-                    "Call model.train() before training.",
                 )
 
 
@@ -178,19 +153,11 @@ class DropoutInEvaluation(Check):
     Bug:
         with torch.no_grad():
             val_loss = F.cross_entropy(model(x), y)  # model.eval() is missing
-
-    Fix:
-        Call `model.eval()` before an evaluation and `model.train()` after it.
-
-    Ignore:
-        When the randomness of dropout is what is measured.
+    Fix: Call `model.eval()` before an evaluation and `model.train()` after it.
+    Ignore: When the randomness of dropout is what is measured.
     """
 
-    id = "dropout-in-evaluation"
-    rule = 4
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._outputs: list[_Output] = []  # of the latest evaluation
         self._inputs: list[Any] = []  # of the latest evaluation, weakly
         self._pending: LossCall | None = None  # a loss that the model may be about to return
@@ -202,33 +169,30 @@ class DropoutInEvaluation(Check):
         self._loader: Any = None  # that has delivered the latest batch
         self._trained_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def on_batch_loaded(self, view: TrainingView, loaded: LoadedBatch) -> None:
-        """Note which loader the next batch is from."""
+    def on_batch_loaded(self, loaded: LoadedBatch) -> None:
         self._loader = loaded.loader
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Note the loaders of training batches."""
+    def on_before_backward(self, loss: Any) -> None:
         if self._loader is not None:
             self._trained_loaders.add(self._loader)
 
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
-        """See whether the model gives something else in train mode."""
+    def on_repeat(self, call: RepeatableCall) -> None:
         first = [x for x in tensors_in(call.outputs) if x.is_floating_point()]
         second = [x for x in tensors_in(call.run(train=True)) if x.is_floating_point()]
         if first and second and first[0].shape == second[0].shape:
             change = difference(first[0], second[0])
-            view.read([change], self._judge_mode, first[0].dtype)
+            self.read([change], self._judge_mode, first[0].dtype)
 
     def _judge_mode(self, numbers: list[float], dtype: torch.dtype) -> None:
         self._mode_matters = is_changed(numbers[0], dtype)
 
-    def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
+    def on_model_call(self, call: ModuleCall) -> None:
         """Note evaluations in train mode; a training forward ends them."""
         loss, self._pending = self._pending, None
         inputs = list(tensors_in((call.args, call.kwargs)))
         self._outputs = []
-        if call.has_gradients and not view.is_evaluating:
-            self._judge(view)
+        if call.has_gradients and not self.view.is_evaluating:
+            self._judge()
             self._trained, self._inputs = _weakly(inputs), []
             return
         if not call.module.training:
@@ -242,10 +206,9 @@ class DropoutInEvaluation(Check):
         if loss is not None and _memory(loss.result) in {each.memory for each in self._outputs}:
             self._note(loss)
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Note the losses of evaluations."""
+    def on_loss_call(self, call: LossCall) -> None:
         self._pending = None
-        if call.has_gradients and not view.is_evaluating:
+        if call.has_gradients and not self.view.is_evaluating:
             self._trained_labels = tuple(call.target.shape)
         elif any(output.may_give(call.input) for output in self._outputs):
             self._note(call)
@@ -265,24 +228,21 @@ class DropoutInEvaluation(Check):
     def _inputs_now(self) -> list[Any]:
         return [reference() for reference in self._inputs]
 
-    def on_train_end(self, view: TrainingView) -> None:
-        """Judge the last evaluation."""
-        self._judge(view)
+    def on_train_end(self) -> None:
+        self._judge()
 
-    def _judge(self, view: TrainingView) -> None:
+    def _judge(self) -> None:
         labels, self._labels = self._labels, []
         is_left_out, self._is_left_out = self._is_left_out, False
         if not labels or is_left_out:
             return
-        names = view.module_names.items()
+        names = self.view.module_names.items()
         active = [name for m, name in names if m.training and depends_on_mode(m)]
         if active or self._mode_matters:
             self.find(
-                view,
                 active or "the model",
                 f"The model was evaluated without gradients while it was in train mode, with "
                 f"{len(labels)} batches: dropout or BatchNorm were active.",
-                "Call model.eval() before the evaluation, and model.train() after it.",
             )
 
 
@@ -305,7 +265,7 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class DropoutIgnoresMode(Check):
+class DropoutIgnoresEvalMode(Check):
     """Dropout is active in eval mode.
 
     `F.dropout` and `F.scaled_dot_product_attention` do not know the mode of the module that calls
@@ -313,31 +273,21 @@ class DropoutIgnoresMode(Check):
 
     Bug:
         F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
-
-    Fix:
-        `dropout_p=self.dropout if self.training else 0.0`; `F.dropout(x, p, self.training)`.
-
-    Ignore:
-        When predictions are meant to be random (MC dropout).
+    Fix: `dropout_p=self.dropout if self.training else 0.0`; `F.dropout(x, p, self.training)`.
+    Ignore: When predictions are meant to be random (MC dropout).
     """
 
-    id = "dropout-ignores-eval-mode"
-    rule = 4
     is_active = True
 
-    def on_repeat(self, view: TrainingView, call: RepeatableCall) -> None:
-        """Call the model in eval mode, and see whether something is dropped."""
+    def on_repeat(self, call: RepeatableCall) -> None:
         seen = _DropoutCalls()
         with seen:
             call.run()
         if seen.names:
             self.find(
-                view,
                 list(dict.fromkeys(seen.names)),
                 f"In eval mode, {len(seen.names)} calls within a forward of the model dropped "
                 "values.",
-                "Pass the module's mode: dropout_p=self.dropout if self.training else 0.0, or "
-                "F.dropout(x, p, self.training).",
             )
 
 
@@ -366,6 +316,46 @@ class _DropoutCalls(TorchFunctionMode):
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
 
 
+class DropoutSwitchedOff(Check):
+    """An evaluation has set a probability of dropout to 0, for the rest of training.
+
+    Bug:
+        if not self.training:
+            self.dropout_p = 0.0  # and nobody sets it back
+    Fix: Leave the setting as it is: `p = self.dropout_p if self.training else 0.0`.
+    Ignore: When dropout is to end with the first evaluation.
+    """
+
+    def setup(self) -> None:
+        self._settings: dict[tuple[str, str], tuple[nn.Module, str, float]] = {}
+        self._has_evaluated = False
+
+    def on_train_start(self) -> None:
+        for module, name in self.view.module_names.items():
+            for attribute, value in vars(module).items():
+                is_dropout = "drop" in attribute or (isinstance(module, _DropoutNd))
+                if is_dropout and type(value) is float and 0 < value < 1:
+                    self._settings[name, attribute] = (module, attribute, value)
+
+    def on_model_call(self, call: ModuleCall) -> None:
+        self._has_evaluated |= not call.module.training
+
+    def on_before_backward(self, loss: Any) -> None:
+        if not self._settings:
+            return
+        gone = []
+        for key, (module, attribute, value) in self._settings.items():
+            now = getattr(module, attribute, value)
+            if now == 0 and module.training and self._has_evaluated:
+                gone.append(f"{key[0]}.{attribute}")
+            elif now != value:
+                self._settings[key] = (module, attribute, now)
+        if not gone:
+            self._has_evaluated = False  # what changes from now on has another reason
+        if self.in_a_row(gone) == 2:
+            self.find(gone, f"{len(gone)} of these became 0 in an evaluation, and still are.")
+
+
 class AveragedWeightsNotRestored(Check):
     """Training goes on with the weights that were put in for an evaluation.
 
@@ -375,42 +365,32 @@ class AveragedWeightsNotRestored(Check):
     Bug:
         ema.copy_to(model.parameters())
         evaluate(model)  # ema.restore(...) is missing
-
-    Fix:
-        Copy the trained weights back after the evaluation, or evaluate a copy of the model.
-
-    Ignore:
-        When training is meant to go on from other weights.
+    Fix: Copy the trained weights back after the evaluation, or evaluate a copy of the model.
+    Ignore: When training is meant to go on from other weights.
     """
 
-    id = "averaged-weights-not-restored"
-    rule = 4
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._watched: _WeightSample | None = None
         self._stepped: Tensor | None = None  # a sample after the latest step
         self._evaluated: Tensor | None = None
         self._steps_compared = 0
         self._is_changed_otherwise = False
 
-    def on_train_start(self, view: TrainingView) -> None:
-        """Choose the last matrix that an optimizer has."""
-        optimized = view.optimized()
-        for place in view.parameters:
+    def on_train_start(self) -> None:
+        optimized = self.view.optimized()
+        for place in self.view.parameters:
             is_plain = place.tensor.ndim > 1 and place.tensor.is_contiguous()
             if id(place.tensor) in optimized and is_plain:
                 self._watched = _WeightSample(place.name, place.tensor)
 
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Keep a sample of the trained weights."""
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
         self._evaluated = None
         if self._watched is not None:
             self._stepped = self._watched.copy()
 
-    def on_model_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Sample the weights that are evaluated, and those with which training goes on."""
+    def on_model_call(self, call: ModuleCall) -> None:
         stepped, watched = self._stepped, self._watched
         if stepped is None or watched is None or self._is_changed_otherwise:
             return
@@ -422,42 +402,39 @@ class AveragedWeightsNotRestored(Check):
         if evaluated is not None:
             now = watched.copy()
             tensors = [(evaluated != stepped).sum(), (now != evaluated).sum()]
-            view.read(tensors, self._judge, view, watched.name, len(now))
-        elif view.is_due:
+            self.read(tensors, self._judge, watched.name, len(now))
+        elif self.view.is_due:
             now = watched.copy()
-            view.read([(now != stepped).sum()], self._judge_step)
+            self.read([(now != stepped).sum()], self._judge_step)
 
     def _judge_step(self, numbers: list[float]) -> None:
         """Note whether somebody changes weights between steps: clipping, masks, slow weights."""
         self._steps_compared += 1
         self._is_changed_otherwise |= bool(numbers[0])
 
-    def on_optimizer_made(self, view: TrainingView, optimizer: Any) -> None:
+    def on_optimizer_made(self, optimizer: Any) -> None:
         """Forget the sample: a new stage, or another client's turn, begins."""
         self._stepped = None
 
-    def on_file_loaded(self, view: TrainingView, loaded: Any) -> None:
+    def on_file_loaded(self, loaded: Any) -> None:
         """Forget the sample: training goes back to a checkpoint."""
         self._stepped = None
 
-    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Forget the sample where the optimizer goes back, too."""
+    def on_state_loaded(self, target: Any, state: Any) -> None:
         if not isinstance(target, nn.Module):
             self._stepped = None
 
-    def on_checkpoint_load(self, view: TrainingView) -> None:
+    def on_checkpoint_load(self) -> None:
         """Forget the sample: training goes back to a checkpoint."""
         self._stepped = None
 
-    def _judge(self, numbers: list[float], view: TrainingView, name: str, count: int) -> None:
+    def _judge(self, numbers: list[float], name: str, count: int) -> None:
         replaced, changed = numbers
         if replaced and not changed and self._steps_compared and not self._is_changed_otherwise:
             self.find(
-                view,
                 name,
                 f"{replaced:.0f} of {count} sampled weights were replaced before an evaluation, "
                 f"and training goes on with the replaced ones.",
-                "Put the trained weights back after the evaluation, or evaluate a copy.",
             )
 
 
@@ -477,12 +454,3 @@ class _WeightSample:
                 self._elements = stored_values(self._parameter).detach().reshape(-1)[:_SAMPLE]
             self._address = address
         return self._elements.clone()
-
-
-MODE_CHECKS = (
-    ModeNotRestored,
-    TrainingInEvalMode,
-    DropoutInEvaluation,
-    DropoutIgnoresMode,
-    AveragedWeightsNotRestored,
-)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
-from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.sharded import stored_values
 
@@ -32,25 +30,16 @@ class AutocastNotApplied(Check):
         outputs = model(x)
         with torch.autocast("cuda", torch.bfloat16):
             loss = loss_fn(outputs, y)
-
-    Fix:
-        Call the model within the region, in the same thread.
-
-    Ignore:
-        When only the loss is to use autocast.
+    Fix: Call the model within the region, in the same thread.
+    Ignore: When only the loss is to use autocast.
     """
 
-    id = "autocast-not-applied"
-    rule = 13
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._where = ""  # autocast was on
         self._full: list[str] = []  # layers that gave float32
         self._has_low = False
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Note the types that layers return."""
+    def on_module_call(self, call: ModuleCall) -> None:
         if not call.has_gradients:
             return
         if isinstance(call.module, nn.Linear | _ConvNd) and isinstance(call.output, Tensor):
@@ -58,35 +47,34 @@ class AutocastNotApplied(Check):
                 self._full.append(call.name)
             else:
                 self._has_low = True
-        elif call.module in view.models:
+        elif call.module in self.view.models:
             tensor = next(iter(tensors_in(call.output)), None)
-            self._ask(view, tensor, "the call of the model")
+            self._ask(tensor, "the call of the model")
 
-    def on_loss_call(self, view: TrainingView, call: LossCall) -> None:
-        """Note that autocast is on."""
+    def on_loss_call(self, call: LossCall) -> None:
         if call.has_gradients:
-            self._ask(view, call.input, "the loss")
+            self._ask(call.input, "the loss")
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Note that autocast is on."""
-        self._ask(view, loss, "backward")
+    def on_before_backward(self, loss: Any) -> None:
+        self._ask(loss, "backward")
 
-    def _ask(self, view: TrainingView, tensor: Tensor | None, where: str) -> None:
-        if view.is_due and tensor is not None and torch.is_autocast_enabled(tensor.device.type):
+    def _ask(self, tensor: Tensor | None, where: str) -> None:
+        if (
+            self.view.is_due
+            and tensor is not None
+            and torch.is_autocast_enabled(tensor.device.type)
+        ):
             self._where = self._where or where
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Judge the layers of the step."""
+    def on_step_end(self) -> None:
         where, full, has_low = self._where, self._full, self._has_low
         self._where, self._full, self._has_low = "", [], False
         if where and full and not has_low:
             names = list(dict.fromkeys(full))
             self.find(
-                view,
                 names,
                 f"Autocast was on around {where}, but all {len(names)} linear and convolution "
                 f"layers returned float32.",
-                "Call the model within torch.autocast, and look for regions with enabled=False.",
             )
 
 
@@ -98,26 +86,17 @@ class DeadLayer(Check):
 
     Bug:
         nn.init.constant_(layer.bias, -100.0)
-
-    Fix:
-        Look at the initialisation and the learning rate; use a ReLU that leaks.
-
-    Ignore:
-        When the layer is not to be trained yet.
+    Fix: Look at the initialisation and the learning rate; use a ReLU that leaks.
+    Ignore: When the layer is not to be trained yet.
     """
 
-    id = "dead-layer"
-    rule = 13
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._largest: dict[str, list[Tensor]] = {}
         self._modules: dict[str, nn.Module] = {}
         self._in_a_row: dict[str, int] = {}  # steps, of layers whose outputs were all negative
         self._gradients: dict[str, Tensor] = {}
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Measure the largest output of layers."""
+    def on_module_call(self, call: ModuleCall) -> None:
         module, output = call.module, call.output
         is_layer = isinstance(module, nn.Linear | _ConvNd | _BatchNorm)
         if not is_layer or not call.has_gradients or not isinstance(output, Tensor):
@@ -127,24 +106,20 @@ class DeadLayer(Check):
             self._largest.setdefault(call.name, []).append(output.detach().max())
             self._modules[call.name] = module
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Measure the gradients of layers whose outputs were negative before."""
-        for name, count in self._in_a_row.items() if view.is_due else ():
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for name, count in self._in_a_row.items() if self.view.is_due else ():
             weight = self._modules[name].weight if name in self._modules else None
             if count and isinstance(weight, Tensor) and weight.grad is not None:
                 self._gradients[name] = stored_values(weight.grad).abs().max()
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Read what was measured."""
+    def on_step_end(self) -> None:
         for name, largest in self._largest.items():
             gradient = self._gradients.get(name)
             tensors = largest if gradient is None else [gradient, *largest]
-            view.read(tensors, self._judge, view, name, gradient is not None)
+            self.read(tensors, self._judge, name, gradient is not None)
         self._largest, self._gradients, self._modules = {}, {}, {}
 
-    def _judge(
-        self, numbers: list[float], view: TrainingView, name: str, has_gradient: bool
-    ) -> None:
+    def _judge(self, numbers: list[float], name: str, has_gradient: bool) -> None:
         gradient, largest = (numbers[0], numbers[1:]) if has_gradient else (None, numbers)
         count = self._in_a_row.get(name, 0)
         if max(largest) > 0 or (count and gradient != 0):
@@ -153,11 +128,9 @@ class DeadLayer(Check):
         self._in_a_row[name] = count + 1
         if self._in_a_row[name] >= _DEAD_STEPS:
             self.find(
-                view,
                 name,
                 f"None of its outputs was positive in {_DEAD_STEPS} steps in a row (the largest is "
                 f"{max(largest):.3g}), and its gradient was exactly zero.",
-                "Look at its initialisation, the learning rate, and the scale of its inputs.",
             )
 
 
@@ -169,24 +142,16 @@ class ConstantOutput(Check):
 
     Bug:
         nn.Sequential(nn.Linear(64, 1), nn.Softmax(dim=1))  # always 1
-
-    Fix:
-        Follow a batch through the model, and look where its samples become equal.
-
-    Ignore:
-        When the output is not to depend on the input.
+    Fix: Follow a batch through the model, and look where its samples become equal.
+    Ignore: When the output is not to depend on the input.
     """
 
-    id = "constant-output"
-    rule = 13
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._in_a_row = 0
-
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Compare the outputs of all samples with that of the first one."""
-        if not call.has_gradients or call.module not in view.models or view.steps_seen < 2:
+    def on_module_call(self, call: ModuleCall) -> None:
+        if (
+            not call.has_gradients
+            or call.module not in self.view.models
+            or self.view.steps_seen < 2
+        ):
             return
         inputs = [x for x in tensors_in((call.args, call.kwargs)) if x.ndim]
         samples = len(inputs[0]) if inputs else 0
@@ -199,40 +164,17 @@ class ConstantOutput(Check):
             outputs[0].abs().max(),
             outputs[0].float().mean(),
         ]
-        view.read(tensors, self._judge, view, samples)
+        self.read(tensors, self._judge, samples)
 
-    def _judge(self, numbers: list[float], view: TrainingView, samples: int) -> None:
+    def _judge(self, numbers: list[float], samples: int) -> None:
         inputs_differ, outputs_differ, largest, mean = numbers
         is_constant = inputs_differ and not outputs_differ and largest > 0
-        self._in_a_row = self._in_a_row + 1 if is_constant else 0
-        if self._in_a_row >= _CONSTANT_STEPS:
+        if self.in_a_row(is_constant) >= _CONSTANT_STEPS:
             self.find(
-                view,
                 "the model",
                 f"Its outputs were the same for all {samples} samples of a batch (mean {mean:.3g}) "
                 f"in {_CONSTANT_STEPS} steps in a row, though the inputs differ.",
-                "Look where samples become equal: a softmax over one element, or a dead layer.",
             )
-
-
-@dataclass(frozen=True, eq=False)
-class _Experts:
-    """The experts that a router chooses from: modules, or a tensor with one part for each."""
-
-    name: str
-    router: nn.Module
-    count: int
-    weights: list[nn.Parameter]
-
-    def gradients(self) -> Tensor | None:
-        """Return the largest gradient of each expert."""
-        found = [None if p.grad is None else stored_values(p.grad).abs() for p in self.weights]
-        if len(found) == 1:
-            return None if found[0] is None else found[0].flatten(1).amax(1)
-        known = next((each for each in found if each is not None), None)
-        if known is None:
-            return None
-        return torch.stack([known.new_zeros(()) if g is None else g.max() for g in found])
 
 
 class OneLiveExpert(Check):
@@ -242,81 +184,66 @@ class OneLiveExpert(Check):
 
     Bug:
         index = gate(x).argmax(-1)  # chosen without a gradient, and without a loss for balance
-
-    Fix:
-        Multiply the output of an expert by its probability, and add a loss that balances experts.
-
-    Ignore:
-        When experts are trained one after the other.
+    Fix: Multiply the output of an expert by its probability, and add a loss that balances experts.
+    Ignore: When experts are trained one after the other.
     """
 
-    id = "one-live-expert"
-    rule = 13
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._groups: list[_Experts] = []
-        self._tokens: dict[nn.Module, int] = {}
-        self._alive: dict[str, tuple[int, int]] = {}  # the expert, and for how many steps
+    def setup(self) -> None:
+        # The router of a group, and a weight of each expert, or one weight for all of them.
+        self._groups: dict[str, tuple[nn.Module, list[nn.Parameter]]] = {}
+        self._tokens: dict[nn.Module, int] = {}  # by router, in the latest due step
+        self._alive: dict[str, int] = {}
 
-    def on_train_start(self, view: TrainingView) -> None:
-        """Find routers and their experts."""
-        names = view.module_names
+    def on_train_start(self) -> None:
+        names = self.view.module_names
         for parent, name in names.items():
-            for router in parent.children():
-                if isinstance(router, nn.Linear) and router.out_features > 1:
-                    self._groups += _experts_of(parent, name, router)
+            for key, child in parent.named_children():
+                if "expert" in key and isinstance(child, nn.ModuleList) and len(child) > 1:
+                    first = [next(iter(each.parameters()), None) for each in child]
+                    self._add(parent, f"{name}.{key}".strip("."), len(child), first)
+            for key, tensor in parent.named_parameters():
+                if "expert" in key and tensor.ndim == 3:
+                    self._add(parent, f"{name}.{key}".strip("."), len(tensor), [tensor])
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Count the tokens of a router."""
+    def _add(self, parent: nn.Module, name: str, count: int, weights: list[Any]) -> None:
+        linears = [m for m in parent.modules() if isinstance(m, nn.Linear)]
+        router = next((m for m in linears if m.out_features == count), None)
+        is_trained = all(weight is not None and weight.requires_grad for weight in weights)
+        if router is not None and is_trained:
+            self._groups.setdefault(name, (router, weights))
+
+    def on_module_call(self, call: ModuleCall) -> None:
         if self._groups and call.has_gradients and isinstance(call.output, Tensor):
-            tokens = call.output.numel() // max(1, call.output.shape[-1] if call.output.ndim else 1)
-            self._tokens[call.module] = tokens
+            self._tokens[call.module] = call.output.numel()
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Measure the gradients of experts."""
-        for group in self._groups if view.is_due else ():
-            gradients = group.gradients()
-            if gradients is not None and self._tokens.get(group.router, 0) >= 4 * group.count:
-                view.read([gradients], self._judge, view, group)
-        self._tokens = {}
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """See which experts have gradients; one that was not called has none at all."""
+        for name, (router, weights) in self._groups.items():
+            gradients: list[Any] = [weight.grad for weight in weights]
+            known = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            count = len(weights) if len(weights) > 1 else len(weights[0])
+            if not known or self._tokens.get(router, 0) < 4 * count * count:
+                continue
+            if len(weights) > 1 and (len(known) < 2 or not self.view.is_due):
+                self._judge([[float(i in known) for i in range(count)]], name)
+            elif self.view.is_due:
+                none = torch.zeros((), device=weights[0].device)
+                found = [none if g is None else stored_values(g).abs().max() for g in gradients]
+                if len(weights) == 1:
+                    found = list(stored_values(gradients[0]).abs().flatten(1).amax(1))
+                self.read([torch.stack(found)], self._judge, name)
 
-    def _judge(self, numbers: list[Any], view: TrainingView, group: _Experts) -> None:
+    def _judge(self, numbers: list[Any], name: str) -> None:
         alive = [index for index, gradient in enumerate(numbers[0]) if gradient]
-        last, count = self._alive.get(group.name, (-1, 0))
+        is_same = len(alive) == 1 and self._alive.get(name) in (None, alive[0])
+        self._alive[name] = alive[0] if len(alive) == 1 else -1
         if len(alive) != 1:
-            self._alive[group.name] = (-1, 0)
-            return
-        count = count + 1 if alive[0] == last else 1
-        self._alive[group.name] = (alive[0], count)
-        if count >= _EXPERT_STEPS:
+            self._alive.pop(name)
+        if self.in_a_row(is_same, name) >= _EXPERT_STEPS:
             self.find(
-                view,
-                group.name,
-                f"Only expert {alive[0]} of {group.count} had a gradient, in {count} steps in a "
-                f"row.",
-                "Look at the router, multiply each expert's output by its probability, and add a "
-                "loss that balances experts.",
+                name,
+                f"Only expert {alive[0]} of {len(numbers[0])} had a gradient, in {_EXPERT_STEPS} "
+                "steps in a row.",
             )
-
-
-def _experts_of(parent: nn.Module, name: str, router: nn.Linear) -> list[_Experts]:
-    """Return the experts in a module that has a router."""
-    count, found = router.out_features, []
-    for child_name, child in parent.named_children():
-        if "expert" in child_name and isinstance(child, nn.ModuleList) and len(child) == count:
-            weights = [next((p for p in each.parameters()), None) for each in child]
-            if all(weight is not None and weight.requires_grad for weight in weights):
-                known = [weight for weight in weights if weight is not None]
-                found.append(_Experts(f"{name}.{child_name}".strip("."), router, count, known))
-    for parameter_name, parameter in parent.named_parameters():
-        is_stacked = "expert" in parameter_name and parameter.ndim == 3
-        if is_stacked and len(parameter) == count and parameter.requires_grad:
-            whole = f"{name}.{parameter_name}".strip(".")
-            found.append(_Experts(whole, router, count, [parameter]))
-            break
-    return found
-
-
-PRECISION_CHECKS = (AutocastNotApplied, DeadLayer, ConstantOutput, OneLiveExpert)

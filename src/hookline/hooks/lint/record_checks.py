@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.training_view import TrainingView
 
 
 class NonfiniteLossHidden(Check):
@@ -20,38 +19,23 @@ class NonfiniteLossHidden(Check):
 
     Bug:
         TrainingArguments(...)  # logging_nan_inf_filter=True is the default
-
-    Fix:
-        `TrainingArguments(logging_nan_inf_filter=False)`, and find where the loss becomes NaN
+    Fix: `TrainingArguments(logging_nan_inf_filter=False)`, and find where the loss becomes NaN
         (`hookline.DebugHook`).
-
-    Ignore:
-        Never: the loss that is shown was not computed.
+    Ignore: Never: the loss that is shown was not computed.
     """
 
-    id = "nonfinite-loss-hidden"
-    rule = 12
-
-    def on_train_start(self, view: TrainingView) -> None:
-        """Look only where somebody replaces values."""
-        if not getattr(view.known("config"), "logging_nan_inf_filter", False):
+    def on_train_start(self) -> None:
+        if not getattr(self.view.known("config"), "logging_nan_inf_filter", False):
             self.left_out = "this loop does not replace values in its logs"
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Measure whether the loss is finite."""
+    def on_before_backward(self, loss: Any) -> None:
         if isinstance(loss, Tensor):
-            view.read([torch.isfinite(loss.detach()).all()], self._judge, view)
+            self.read([torch.isfinite(loss.detach()).all()], self._judge)
 
-    def _judge(self, numbers: list[float], view: TrainingView) -> None:
+    def _judge(self, numbers: list[float]) -> None:
         if not numbers[0]:
             self.find(
-                view,
                 "loss",
-                f"The loss of step {view.step} is not finite, but the Trainer's logs replace it "
+                "The loss of this step is not finite, but the Trainer's logs replace it "
                 "(logging_nan_inf_filter=True).",
-                "Set logging_nan_inf_filter=False, and find where the loss becomes NaN with "
-                "hookline.DebugHook().",
             )
-
-
-RECORD_CHECKS = (NonfiniteLossHidden,)

@@ -23,7 +23,7 @@ from hookline.hooks.debugging.repeated_forward import (
     only_compute,
 )
 from hookline.loop.random_state import random_state, restore_random_state
-from hookline.tensors.module_classes import unwrap_module
+from hookline.tensors.name_patterns import unwrap_module
 from hookline.tensors.nested import map_tensors, tensors_in
 
 _MIN_FREE = 0.2  # of an accelerator's memory
@@ -82,6 +82,43 @@ class RepeatableCall:
         args, kwargs = map_tensors((self.args, self.kwargs), change)
         return self.run(args, kwargs)
 
+    def ignores(self, layer: torch.nn.Module) -> Tensor | None:
+        """Return whether a layer's output stays the same when its weight changes, in a copy.
+
+        The copy has parameters of its own, and is called before the change, too, as caches are made
+        then. None if the layer was not called, or two equal calls differ in shape.
+        """
+        modules = {id(m): name for name, m in unwrap_module(self._call.model).named_modules()}
+        model = copy_apart(self._call.model)
+        own: Any = dict(model.named_modules()).get(modules.get(id(layer), "-"))
+        if own is None:
+            return None
+        _drop_hooks(model)
+        outputs: list[Tensor] = []
+        own.register_forward_hook(lambda _, __, output: outputs.append(output))
+        firsts: list[Tensor] = []
+        with torch.no_grad(), self._apart(), only_compute(self._call, []):
+            model.train()
+            buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+            for i in range(3):
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+                torch.manual_seed(0)
+                model(*self.args, **self.kwargs)
+                firsts += outputs[:1]
+                outputs.clear()
+                if i == 1:
+                    weight = own.weight
+                    count, kind = weight.numel(), {"dtype": weight.dtype, "device": weight.device}
+                    weight.copy_(torch.linspace(-1.5, 1.5, count, **kind).view_as(weight))
+        if len(firsts) < 3 or not all(isinstance(x, Tensor) for x in firsts):
+            return None
+        one, two, three = firsts
+        if one.shape != three.shape or not one.numel() or not one.is_floating_point():
+            return None
+        is_same = (two - three).abs().max() <= 1e-4 * two.abs().max()
+        return (one == two).all() & is_same & (two != 0).any()
+
     def run(
         self, args: Any = None, kwargs: Any = None, *, train: bool = False, gradients: bool = False
     ) -> Any:
@@ -112,6 +149,19 @@ class RepeatableCall:
         finally:
             for device, state in states:
                 restore_random_state(state, device)
+
+
+def copy_apart(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model, with copies of its parameters.
+
+    Raises:
+        CannotRepeatError: the parameters are sharded, or the model cannot be copied.
+    """
+    copy, _ = copy_sharing_parameters(model)
+    for module in copy.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().clone(), False))
+    return copy
 
 
 def _drop_hooks(model: torch.nn.Module) -> None:

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hookline.hooks.lint.average_checks import search_averages
 from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.training_view import TrainingView
+from hookline.hooks.lint.torch_watch import WeightsLoaded
+from hookline.tensors.sharded import is_sharded
 
 _MAX_DEPTH = 3
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")
@@ -28,30 +29,20 @@ class StateNotRestored(Check):
         model.load_state_dict(checkpoint["model"])
         scheduler.load_state_dict(checkpoint["scheduler"])
         # optimizer.load_state_dict(checkpoint["optimizer"]) is missing
-
-    Fix:
-        Load every part of the checkpoint.
-
-    Ignore:
-        When a new stage of training starts from old weights on purpose.
+    Fix: Load every part of the checkpoint.
+    Ignore: When a new stage of training starts from old weights on purpose.
     """
 
-    id = "state-not-restored"
-    rule = 10
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._parts: dict[int, tuple[str, str, Any]] = {}  # by id: key, kind, the part of the file
         self._loaded: set[int] = set()
         self._is_done = False
 
-    def on_file_loaded(self, view: TrainingView, value: Any) -> None:
-        """Note the states that a file has."""
+    def on_file_loaded(self, value: Any) -> None:
         self._parts = {id(part): (key, kind, part) for key, kind, part in _find_states(value)}
         self._loaded, self._is_done = set(), False
 
-    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Note which of them was loaded."""
+    def on_state_loaded(self, target: Any, state: Any) -> None:
         self._loaded.add(id(state))
         if id(state) in self._parts or not isinstance(state, Mapping):
             return
@@ -60,8 +51,7 @@ class StateNotRestored(Check):
             if same and any(state[k] is part[k] for k in same if isinstance(part[k], Tensor)):
                 self._loaded.add(key)
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Judge at the first step after loading."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self._is_done or not self._parts:
             return
         self._is_done = True
@@ -78,32 +68,29 @@ class StateNotRestored(Check):
                 continues = is_resumed or _is_same_optimizer(optimizer, part)
                 has_moments = not _is_empty(_saved_moments(part))
                 if "weights" in kinds and is_fresh and continues and has_moments:
-                    self._find(view, type(optimizer).__name__, name, "its moments start from zero")
+                    self._find(type(optimizer).__name__, name, "its moments start from zero")
             elif kind == "scheduler" and "optimizer" in kinds:
-                self._find(view, "the learning rate scheduler", name, "the schedule starts anew")
+                self._find("the learning rate scheduler", name, "the schedule starts anew")
             elif kind == "average" and "optimizer" in kinds:
-                self._compare_average(view, name, part)
+                self._compare_average(name, part)
         self._parts = {}  # which may be large
 
-    def _compare_average(self, view: TrainingView, key: str, saved: Any) -> None:
+    def _compare_average(self, key: str, saved: Any) -> None:
         """Compare the averages of the loop with the saved one: it may be loaded in any way."""
         saved = saved.get("module", saved)
-        for average in search_averages(view):
+        for average in search_averages(self.view):
             pairs = [(a, saved[n]) for n, a, _ in average.pairs if isinstance(saved.get(n), Tensor)]
             if pairs and pairs[0][0].shape == pairs[0][1].shape:
-                one, two = view.sample(pairs[0][0]), view.sample(pairs[0][1])
+                one, two = self.sample(pairs[0][0]), self.sample(pairs[0][1])
                 differs = one.ne(two.to(one.device, one.dtype)).any()
-                view.read([differs], self._judge_average, view, average.name, key)
+                self.read([differs], self._judge_average, average.name, key)
 
-    def _judge_average(
-        self, numbers: list[float], view: TrainingView, average: str, key: str
-    ) -> None:
+    def _judge_average(self, numbers: list[float], average: str, key: str) -> None:
         if numbers[0]:
-            self._find(view, average, key, "the average starts anew")
+            self._find(average, key, "the average starts anew")
 
-    def _find(self, view: TrainingView, subject: str, key: str, effect: str) -> None:
+    def _find(self, subject: str, key: str, effect: str) -> None:
         self.find(
-            view,
             subject,
             f"The file that the weights were loaded from has '{key}', which was not loaded: "
             f"{effect}.",
@@ -111,34 +98,24 @@ class StateNotRestored(Check):
         )
 
 
-class MomentsLost(Check):
+class OptimizerStateLostAfterLoading(Check):
     """An optimizer's state was loaded, but at its first step it is another one.
 
     Bug:
         optimizer.load_state_dict(checkpoint["optimizer"])
         optimizer = torch.optim.AdamW(model.parameters())  # made anew after loading
-
-    Fix:
-        Load the optimizer's state last, after model, optimizer and schedulers are made.
-
-    Ignore:
-        When the state is reset on purpose.
+    Fix: Load the optimizer's state last, after model, optimizer and schedulers are made.
+    Ignore: When the state is reset on purpose.
     """
 
-    id = "optimizer-state-lost-after-loading"
-    rule = 10
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._loaded: dict[int, tuple[Any, Any]] = {}  # by optimizer: itself, and the saved state
 
-    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Note what was loaded."""
+    def on_state_loaded(self, target: Any, state: Any) -> None:
         if isinstance(target, torch.optim.Optimizer) and isinstance(state, Mapping):
             self._loaded[id(target)] = (target, state)
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Compare the first moment of the state with the saved one."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         if not self._loaded:
             return
         loaded, self._loaded = self._loaded, {}
@@ -146,26 +123,21 @@ class MomentsLost(Check):
         if own is None:
             (other, state) = next(iter(loaded.values()))
             if not _is_empty(_saved_moments(state)) and _shares_parameters(other, optimizer):
-                self._find(view, optimizer, "was loaded into an optimizer that was replaced since")
+                self._find(optimizer, "was loaded into an optimizer that was replaced since")
             return
         saved, present = list(_saved_moments(own[1])), list(_moments(optimizer))
         if saved and not present:
-            self._find(view, optimizer, f"had {len(saved)} moments, and it has none now")
+            self._find(optimizer, f"had {len(saved)} moments, and it has none now")
         elif saved and len(saved) == len(present) and saved[0].shape == present[0].shape:
-            before = view.sample(saved[0]).to(present[0].device, present[0].dtype)
-            view.read([before.ne(view.sample(present[0])).any()], self._judge, view, optimizer)
+            before = self.sample(saved[0]).to(present[0].device, present[0].dtype)
+            self.read([before.ne(self.sample(present[0])).any()], self._judge, optimizer)
 
-    def _judge(self, numbers: list[float], view: TrainingView, optimizer: Any) -> None:
+    def _judge(self, numbers: list[float], optimizer: Any) -> None:
         if numbers[0]:
-            self._find(view, optimizer, "has other values than it has now, before its first step")
+            self._find(optimizer, "has other values than it has now, before its first step")
 
-    def _find(self, view: TrainingView, optimizer: Any, problem: str) -> None:
-        self.find(
-            view,
-            type(optimizer).__name__,
-            f"The state that was loaded {problem}.",
-            "Make model, optimizer and schedulers first, then load their states.",
-        )
+    def _find(self, optimizer: Any, problem: str) -> None:
+        self.find(type(optimizer).__name__, f"The state that was loaded {problem}.")
 
 
 class ScheduleRestarted(Check):
@@ -177,26 +149,18 @@ class ScheduleRestarted(Check):
     Bug:
         optimizer.load_state_dict(checkpoint["optimizer"])
         scheduler = CosineAnnealingLR(optimizer, T_max=steps)
-
-    Fix:
-        Save the scheduler's state with the checkpoint, and load it after the scheduler is made.
-
-    Ignore:
-        When a new schedule begins on purpose.
+    Fix: Save the scheduler's state with the checkpoint, and load it after the scheduler is made.
+    Ignore: When a new schedule begins on purpose.
     """
 
-    id = "schedule-restarted"
-    rule = 10
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._rates: dict[int, list[float]] = {}
         self._loaded_schedulers: set[int] = set()
         self._is_done = False
 
-    def on_state_loaded(self, view: TrainingView, target: Any, state: Any) -> None:
-        """Note the learning rates that were loaded."""
+    def on_state_loaded(self, target: Any, state: Any) -> None:
         if isinstance(target, LRScheduler):
             self._loaded_schedulers.add(id(target.optimizer))
         elif isinstance(target, torch.optim.Optimizer) and not _is_empty(_saved_moments(state)):
@@ -204,8 +168,7 @@ class ScheduleRestarted(Check):
             if all(isinstance(group.get("lr"), float) for group in groups):
                 self._rates[id(target)] = [group["lr"] for group in groups]
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Compare the learning rates at the first step with those that were loaded."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         rates = self._rates.pop(id(optimizer), None)
         if rates is None or id(optimizer) in self._loaded_schedulers:
             return
@@ -214,11 +177,146 @@ class ScheduleRestarted(Check):
         is_at_start = all(group.get("initial_lr") == group["lr"] for group in groups)
         if is_at_start and now != rates and all("initial_lr" in group for group in groups):
             self.find(
-                view,
                 f"learning rate of {type(optimizer).__name__}",
                 f"The state that was loaded has the learning rate {rates[0]:.3g}, but the first "
                 f"step uses {now[0]:.3g}, where the schedule begins.",
-                "Load the scheduler's state, too, after the scheduler was made.",
+            )
+
+
+class LearningRateOfOldRun(Check):
+    """A checkpoint has brought back a higher learning rate than the optimizer was made with.
+
+    `load_state_dict` also loads the learning rates. Without a scheduler that sets them, the rate
+    that was asked for is never used.
+
+    Bug:
+        optimizer = Adam(model.parameters(), lr=1e-5)
+        optimizer.load_state_dict(checkpoint["optimizer"])  # of a run with lr=1e-3
+    Fix: Set `group["lr"]` of all groups after loading.
+    Ignore: When the checkpoint's learning rate is meant.
+    """
+
+    severity = "warning"
+
+    def setup(self) -> None:
+        self._loaded: dict[int, float] = {}  # by optimizer: the rate of the file
+
+    def on_state_loaded(self, target: Any, state: Any) -> None:
+        if isinstance(target, LRScheduler):
+            self._loaded.pop(id(target.optimizer), None)
+        elif isinstance(target, torch.optim.Optimizer) and not _is_empty(_saved_moments(state)):
+            rates = {group.get("lr") for group in state["param_groups"]}
+            has_schedule = any("initial_lr" in group for group in state["param_groups"])
+            rate = next(iter(rates))
+            if len(rates) == 1 and isinstance(rate, float) and not has_schedule:
+                self._loaded[id(target)] = rate
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        rate: Any = self._loaded.pop(id(optimizer), 0)
+        asked: Any = getattr(optimizer, "defaults", {}).get("lr")
+        groups = optimizer.param_groups
+        is_unscheduled = not any("initial_lr" in group for group in groups)
+        is_loaded = all(group.get("lr") == rate for group in groups)
+        is_known = isinstance(rate, float) and isinstance(asked, float)
+        if is_known and is_unscheduled and is_loaded and rate > asked > 0:
+            self.find(
+                f"learning rate of {type(optimizer).__name__}",
+                f"The optimizer was made with the learning rate {asked:.3g}, but the state that "
+                f"was loaded has {rate:.3g}, which is used.",
+            )
+
+
+class NothingLoaded(Check):
+    """`load_state_dict(strict=False)` has loaded nothing: no key of the state fits.
+
+    Bug:
+        model.load_state_dict(state, strict=False)  # all keys begin with "module."
+    Fix: Remove the prefix of the keys, and look at the missing and unexpected keys it returns.
+    Ignore: When the state is that of another model on purpose.
+    """
+
+    def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
+        missing = getattr(loaded.result, "missing_keys", [])
+        unexpected = getattr(loaded.result, "unexpected_keys", [])
+        own, given = len(loaded.module.state_dict()), len(loaded.state)
+        if own and given and len(missing) >= own and len(unexpected) == given:
+            self.find(
+                type(loaded.module).__name__,
+                f"load_state_dict found none of its {own} keys (such as '{missing[0]}') among the "
+                f"{given} of the state (such as '{unexpected[0]}'), and loaded nothing.",
+            )
+
+
+class StateIsReference(Check):
+    """A state that is loaded is the module's own memory, so that loading changes nothing.
+
+    `state_dict()` returns references. What was kept as the best weights, or as those of a target
+    network, has been trained on.
+
+    Bug:
+        best = model.state_dict()
+        ...
+        model.load_state_dict(best)
+    Fix: Keep a copy: `copy.deepcopy(model.state_dict())`.
+    Ignore: When the state is loaded only to call hooks.
+    """
+
+    def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
+        own = loaded.module.state_dict()
+        pairs = [
+            (value, own[key])
+            for key, value in loaded.state.items()
+            if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) and value.numel()
+        ]
+        is_same = [a.data_ptr() == b.data_ptr() != 0 for a, b in pairs if a.device == b.device]
+        if self.view.steps_seen > 1 and is_same and all(is_same) and not is_sharded(pairs[0][0]):
+            self.find(
+                f"load_state_dict of {type(loaded.module).__name__}",
+                f"All {len(is_same)} tensors of the state are those of the module itself, as they "
+                f"are after {self.view.steps_seen - 1} steps.",
+            )
+
+
+class WeightsReplacedAfterLoading(Check):
+    """Weights were loaded, and training starts from others.
+
+    Bug:
+        model.load_state_dict(torch.load(path))
+        model.apply(init_weights)
+    Fix: Load the weights last, after everything that initialises the model.
+    Ignore: When loaded weights are changed on purpose.
+    """
+
+    def setup(self) -> None:
+        self._loaded: list[tuple[Tensor, Tensor, str]] = []  # parameter, values, name
+
+    def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
+        if self.view.steps_seen > 1:
+            return
+        own = {id(place.tensor): place for place in self.view.parameters}
+        for key, parameter in loaded.module.named_parameters():
+            value = loaded.state.get(key)
+            is_matrix = isinstance(value, Tensor) and value.ndim > 1 and not is_sharded(parameter)
+            if is_matrix and id(parameter) in own and value.shape == parameter.shape:
+                row = (parameter, self.sample(value).to(parameter.device), own[id(parameter)].name)
+                self._loaded.append(row)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        loaded, self._loaded = {id(row[0]): row for row in self._loaded}, []
+        if len(loaded) > 1 and self.view.steps_seen == 1:
+            same = [
+                (self.sample(parameter) == values.to(parameter.dtype)).any()
+                for parameter, values, _ in loaded.values()
+            ]
+            self.read(same, self._judge, [name for _, _, name in loaded.values()])
+
+    def _judge(self, same: list[float], names: list[str]) -> None:
+        changed = [name for name, is_same in zip(names, same, strict=True) if not is_same]
+        if len(changed) > len(names) / 2:
+            self.find(
+                changed,
+                f"{len(changed)} of {len(names)} matrices that load_state_dict has set had other "
+                "values before the first step, in all sampled elements.",
             )
 
 
@@ -275,6 +373,3 @@ def _is_same_optimizer(optimizer: Any, saved: Any) -> bool:
 def _shares_parameters(one: Any, two: Any) -> bool:
     first, second = ({id(p) for g in o.param_groups for p in g["params"]} for o in (one, two))
     return bool(first & second)
-
-
-RESTORE_CHECKS = (StateNotRestored, MomentsLost, ScheduleRestarted)

@@ -25,11 +25,20 @@ from hookline.loop.patches import SharedPatch
 from hookline.tensors.hidden_hooks import hide_hooks, unhide_hooks
 from hookline.tensors.nested import tensors_in
 
+Place = tuple[nn.Module, str]
+"""A module, and the name of its parameter."""
+
 LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"),
 )
-_BEFORE_TRAINING = ("on_optimizer_made", "on_state_loaded", "on_file_loaded")
+_BEFORE_TRAINING = (
+    "on_optimizer_made",
+    "on_state_loaded",
+    "on_file_loaded",
+    "on_ties_emptied",
+    "on_weights_loaded",
+)
 _MAX_KEPT = 16  # of what happens before training
 _MAX_FILE = 2 << 30  # bytes of tensors in a file
 _task_id = torch._C._current_graph_task_id
@@ -57,6 +66,15 @@ class LoadedBatch:
     batch: Any
     index: int
     indices: Any
+
+
+@dataclass(frozen=True, eq=False)
+class WeightsLoaded:
+    """A call of `load_state_dict` of a module; `result` names missing and unexpected keys."""
+
+    module: nn.Module
+    state: Any
+    result: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +119,7 @@ class TorchWatch:
                 which would then be compiled again.
         """
         torch_patch.remove(self)
-        self.sees_losses = sees_losses
+        self.sees_losses = recorder.sees_losses = sees_losses
         torch_patch.add(self)
         own, recorded = self._take(), recorder._take()
         self.notice = notice
@@ -200,6 +218,8 @@ def _tell(point: str, *args: Any) -> None:
 
 
 def _replace(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function.__name__ == "to_empty":
+        return _replace_to_empty(function)
     if function.__name__ not in _AFTER:
         return _replace_engine(function)
     after = _AFTER[function.__name__]
@@ -228,6 +248,33 @@ def _replace_engine(engine: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run_backward
+
+
+def tied_places(model: nn.Module) -> list[tuple[Place, Place]]:
+    """Return pairs of modules that share a parameter, with the names of their attributes."""
+    first: dict[int, Place] = {}
+    found: list[tuple[Place, Place]] = []
+    for module in model.modules():
+        for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(tensor) in first:
+                found.append((first[id(tensor)], (module, name)))
+            else:
+                first[id(tensor)] = (module, name)
+    return found
+
+
+def _replace_to_empty(to_empty: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `Module.to_empty`, which tells of the ties that it breaks."""
+
+    @functools.wraps(to_empty)
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tied = tied_places(module)
+        result = to_empty(module, *args, **kwargs)
+        if tied:
+            _tell("on_ties_emptied", tied)
+        return result
+
+    return watched
 
 
 # -- what is told after each function --------------------------------------------------------------
@@ -278,6 +325,8 @@ def _optimizer_made(name: str, result: Any, args: Any, kwargs: Any) -> None:
 def _state_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
     state = args[1] if len(args) > 1 else kwargs.get("state_dict")
     _tell("on_state_loaded", args[0], state)
+    if isinstance(args[0], nn.Module):
+        _tell("on_weights_loaded", WeightsLoaded(args[0], state, result))
 
 
 def _file_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
@@ -316,6 +365,7 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
         (torch.optim.Optimizer, "__init__"),
         *((each, "load_state_dict") for each in (nn.Module, torch.optim.Optimizer)),
         (torch, "load"),
+        (nn.Module, "to_empty"),
         (torch.autograd, "_engine_run_backward"),
     ]
 
@@ -323,4 +373,5 @@ def _targets(watches: Iterable[TorchWatch]) -> list[tuple[Any, str]]:
 torch_patch: SharedPatch[TorchWatch] = SharedPatch(_targets, _replace)
 
 recorder = TorchWatch()
+recorder.sees_losses = True  # `F.mse_loss(model(x), y)` looks the loss up before the first call
 """Attached by `hookline run` and `hookline lint` before a script makes its loops."""

@@ -18,8 +18,9 @@ from hookline.tensors.parameter_names import named_parameters
 from hookline.tensors.sharded import stored_values
 
 FIRST_STEPS = 10
-"""All of these are looked at, then each hundredth."""
+"""All of these are looked at, then a few, then each hundredth."""
 
+_LATER = (16, 24, 32, 48, 64)
 _EVERY = 100
 _SAMPLE = 64  # elements of a tensor
 
@@ -50,6 +51,7 @@ class TrainingView:
         is_evaluating: whether the loop says that it validates.
         rank: of this process.
         ranks: how many processes train together.
+        suspects: names of parameters that are sampled in each due step.
     """
 
     def __init__(self, trainer: Any, model: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -58,6 +60,7 @@ class TrainingView:
         self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
         self.step, self.steps_seen, self.is_due = 1, 1, True
         self._close_until = FIRST_STEPS
+        self.suspects: set[str] = set()
         self._places: list[ParameterPlace] = []
         self._ids: tuple[int, ...] = ()
         self._ids_of = 0  # the step in which they were collected
@@ -69,7 +72,8 @@ class TrainingView:
     def begin_step(self, step: int) -> None:
         """Set the step in progress."""
         self.step = step
-        self.is_due = self.steps_seen <= self._close_until or self.steps_seen % _EVERY == 0
+        seen = self.steps_seen
+        self.is_due = seen <= self._close_until or seen in _LATER or seen % _EVERY == 0
 
     def end_step(self) -> None:
         """Count a step."""

@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from hookline.hooks.lint.expected_updates import (
-    EXACT,
-    SampledUpdate,
-    is_computable,
-    sample_updates,
-    trained_parameters,
-)
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.loss_graph import LossGraph
+from hookline.hooks.lint.repeated_call import RepeatableCall
+from hookline.hooks.lint.step_samples import EXACT, StepSample
 from hookline.hooks.lint.torch_watch import ModuleCall
 from hookline.hooks.lint.training_view import FIRST_STEPS, ParameterPlace, TrainingView
 from hookline.tensors.nested import tensors_in
@@ -33,9 +29,58 @@ _ROUNDED_AWAY = 0.9  # of all elements
 _IN_A_ROW = 3
 _MANY_IN_A_ROW = 5
 _MAX_CALLS = 2000
+_MAX_CHANGED = 8  # weights that an active check changes in a copy
 
 
-class ParameterNotInOptimizer(Check):
+class _UntrainedCheck(Check):
+    """Follows parameters that get gradients, are in no optimizer, and do not change."""
+
+    steps = _IN_A_ROW
+
+    def setup(self) -> None:
+        self._first: dict[int, tuple[str, Any, Tensor, int]] = {}  # name, it, values, step
+        self._gradients: dict[int, Tensor] = {}  # their sums of magnitudes
+        self._optimizer: Any = None
+
+    def follow(self, name: str, parameter: Tensor) -> None:
+        """Keep the values of a parameter that should change."""
+        row = (name, parameter, self.sample(parameter), self.view.steps_seen)
+        self._first.setdefault(id(parameter), row)
+
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
+        for key, (_, parameter, _, _) in self._first.items() if self.view.is_due else ():
+            if parameter.grad is not None:
+                self._gradients[key] = self.sample(parameter.grad).abs().sum()
+
+    def on_step_end(self) -> None:
+        gradients, self._gradients = self._gradients, {}
+        held = self.view.optimized()
+        self._first = {key: row for key, row in self._first.items() if key not in held}
+        if self.view.steps_seen > FIRST_STEPS or not self._first:
+            self._first = {}
+            return
+        ripe = [
+            (name, p, values)
+            for key, (name, p, values, step) in self._first.items()
+            if self.view.steps_seen - step >= self.steps - 1 and key in gradients
+        ]
+        if ripe:
+            same = [(self.sample(p) == values).all() for _, p, values in ripe]
+            sums = [gradients[id(p)] for _, p, _ in ripe]
+            self.read([*same, *sums], self._judge, [(name, p) for name, p, _ in ripe])
+
+    def _judge(self, numbers: list[float], parameters: list[tuple[str, Any]]) -> None:
+        count = len(parameters)
+        rows = zip(parameters, numbers[:count], numbers[count:], strict=True)
+        stuck = [(name, p, gradient) for (name, p), same, gradient in rows if same and gradient > 0]
+        if stuck and not _is_held_by_unseen([p for _, p, _ in stuck], self.view.optimizers):
+            self.judge_stuck(stuck)
+
+    def judge_stuck(self, stuck: list[tuple[str, Any, float]]) -> None:
+        """Judge parameters that have not changed: name, parameter, sum of the gradient."""
+
+
+class ParameterNotInOptimizer(_UntrainedCheck):
     """A parameter gets gradients, but no optimizer has it, so it keeps its initial value.
 
     The loss reaches it, and parameters that were used before it (or in the same layer) are trained:
@@ -45,120 +90,83 @@ class ParameterNotInOptimizer(Check):
     Bug:
         self.blocks = [Block() for _ in range(4)]  # no nn.ModuleList
         optimizer = AdamW(model.parameters())
-
-    Fix:
-        Register modules (`nn.ModuleList`), and give the optimizer all parameters. Set
+    Fix: Register modules (`nn.ModuleList`), and give the optimizer all parameters. Set
         `requires_grad_(False)` for those that are not to be trained.
-
-    Ignore:
-        When you train a part of the model on purpose and leave `requires_grad` of the rest on.
+    Ignore: When you train a part of the model on purpose and leave `requires_grad` of the rest on.
     """
 
-    id = "parameter-not-in-optimizer"
-    rule = 1
+    _has_frozen = False
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._first: dict[int, tuple[str, Tensor, Tensor, int]] = {}  # name, it, values, step
-        self._gradients: dict[int, Tensor] = {}
-
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
-        """Find parameters that the loss reaches, in the first steps."""
-        if view.steps_seen > _IN_A_ROW or not isinstance(loss, Tensor) or loss.grad_fn is None:
+    def on_before_backward(self, loss: Any) -> None:
+        is_early = self.view.steps_seen <= _IN_A_ROW
+        if not is_early or not isinstance(loss, Tensor) or loss.grad_fn is None:
             return
-        graph = LossGraph(loss)
-        held = view.optimized()
+        graph, held = LossGraph(loss), self.view.optimized()
         if not graph.is_complete or graph.leaves.keys() <= held.keys():
             return
-        if graph.leaves.keys() & held.keys():
+        # All are suspected if the loss reaches nothing that an optimizer has, or if parameters were
+        # frozen after the optimizer was made: then those that are not frozen are to be trained.
+        suspected = set(graph.leaves)
+        self._has_frozen = _has_frozen(self.view.parameters, held)
+        if suspected & held.keys() and not self._has_frozen:
             suspected = graph.reached_after(set(held))
-        else:
-            suspected = set(graph.leaves)  # the loss reaches nothing that an optimizer has
-        names = {id(place.tensor): place.name for place in view.parameters}
-        in_order = [*names, *(key for key in graph.leaves if key not in names)]
-        for key in in_order:
-            if key not in suspected or key in held or key in self._first:
-                continue
-            name = names.get(key) or _name_in_list(view.model, graph.leaves[key])
-            if name is not None:
-                values = view.sample(graph.leaves[key])
-                self._first[key] = name, graph.leaves[key], values, view.steps_seen
+        names = {id(place.tensor): place.name for place in self.view.parameters}
+        if any(key in held and key not in names for key in graph.leaves):
+            return  # inputs are trained: the model is a function that stays as it is
+        for key in (*names, *(key for key in graph.leaves if key not in names)):
+            if key in suspected and key not in held:
+                name = names.get(key) or _name_in_list(self.view.model, graph.leaves[key])
+                if name is not None:
+                    self.follow(name, graph.leaves[key])
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Note the gradients."""
-        if self._first:  # `optimizer-has-foreign-parameters` finds those with the same shape
-            shapes = {each.shape for each in _gradientless_strangers(view, optimizer)}
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        # `optimizer-has-foreign-parameters` finds those with the same shape.
+        if self._first:
+            shapes = {each.shape for each in _gradientless_strangers(self.view, optimizer)}
             kept = {key: row for key, row in self._first.items() if row[1].shape not in shapes}
             self._first = kept
-        for key, (_, parameter, _, _) in self._first.items() if view.is_due else ():
-            if parameter.grad is not None:
-                self._gradients[key] = view.sample(parameter.grad).abs().sum()
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Compare with the first values, after some steps."""
-        gradients, self._gradients = self._gradients, {}
-        if view.steps_seen > FIRST_STEPS:
-            self._first.clear()
-        if not self._first:
-            return
-        held = view.optimized()
-        for key in [key for key in self._first if key in held]:
-            del self._first[key]
-        ripe = {
-            key: (name, parameter, values)
-            for key, (name, parameter, values, step) in self._first.items()
-            if view.steps_seen - step >= _IN_A_ROW - 1 and key in gradients
-        }
-        if ripe:
-            same = [(view.sample(p) == values).all() for _, p, values in ripe.values()]
-            numbers = [*same, *(gradients[key] for key in ripe)]
-            view.read(numbers, self._judge, view, [(n, p) for n, p, _ in ripe.values()])
-
-    def _judge(
-        self, numbers: list[float], view: TrainingView, parameters: list[tuple[str, Tensor]]
-    ) -> None:
-        count = len(parameters)
-        rows = zip(parameters, numbers[:count], numbers[count:], strict=True)
-        stuck = [(each, gradient) for each, same, gradient in rows if same and gradient > 0]
-        if not stuck or _is_held_by_unseen([p for (_, p), _ in stuck], view.optimizers):
-            return
-        held = view.optimized()
-        trained = [e for e in view.parameters if id(e.tensor) in held and e.tensor.requires_grad]
-        if any(each.tensor.grad is not None for each in trained):
-            stuck = _without_adapted(view, stuck, trained)
+    def judge_stuck(self, stuck: list[tuple[str, Any, float]]) -> None:
+        """Report those beside which no adapters or biases are trained on purpose."""
+        held = self.view.optimized()
+        places = self.view.parameters
+        trained = [e for e in places if id(e.tensor) in held and e.tensor.requires_grad]
+        if any(each.tensor.grad is not None for each in trained) and not self._has_frozen:
+            stuck = _without_adapted(places, stuck, trained)
         if not stuck:
             return
-        missing = sum(parameter.numel() for (_, parameter), _ in stuck)
-        names = [name for (name, _), _ in stuck]
+        names = [name for name, _, _ in stuck]
         self.find(
-            view,
             names,
-            f"{len(names)} parameters ({missing:,} elements) get gradients (sum of magnitudes of "
-            f"'{names[0]}': {stuck[0][1]:.3g}), but no optimizer has them, and they have not "
-            f"changed in {_IN_A_ROW} steps.",
-            "Give them to the optimizer. Modules belong in an nn.ModuleList, not in a list; an "
-            "optimizer is made after the model is complete. If they are to stay as they are, call "
-            "requires_grad_(False).",
+            f"{len(names)} parameters ({sum(p.numel() for _, p, _ in stuck):,} elements) get "
+            f"gradients (sum of magnitudes of '{names[0]}': {stuck[0][2]:.3g}), but no optimizer "
+            f"has them, and they have not changed in {_IN_A_ROW} steps.",
         )
 
 
-def _without_adapted(view: TrainingView, stuck: list[Any], trained: list[ParameterPlace]) -> Any:
+def _has_frozen(places: list[ParameterPlace], held: dict[int, list[Any]]) -> bool:
+    return any(id(p.tensor) in held and not p.tensor.requires_grad for p in places)
+
+
+def _without_adapted(
+    places: list[ParameterPlace], stuck: list[Any], trained: list[ParameterPlace]
+) -> list[Any]:
     """Return the untrained parameters without those beside which adapters or biases are trained.
 
     These are many, compared with the trained ones, and no others of their kind are trained.
     """
     size = sum(each.tensor.numel() for each in trained)
-    if sum(parameter.numel() for (_, parameter), _ in stuck) <= _FEW_UNTRAINED * size:
+    if sum(p.numel() for _, p, _ in stuck) <= _FEW_UNTRAINED * size:
         return stuck
     kinds = {(type(each.module), each.attribute) for each in trained}
-    own = {id(each.tensor): (type(each.module), each.attribute) for each in view.parameters}
-    listed = [row for row in stuck if id(row[0][1]) not in own]  # modules in plain lists
-    alike = [row for row in stuck if own.get(id(row[0][1])) in kinds]
-    is_few = sum(parameter.numel() for (_, parameter), _ in alike) <= _MAX_UNTRAINED * size
+    own = {id(each.tensor): (type(each.module), each.attribute) for each in places}
+    listed = [row for row in stuck if id(row[1]) not in own]  # modules in plain lists
+    alike = [row for row in stuck if own.get(id(row[1])) in kinds]
+    is_few = sum(p.numel() for _, p, _ in alike) <= _MAX_UNTRAINED * size
     return [*listed, *alike] if is_few else listed
 
 
-class OptimizerHasForeignParameters(Check):
+class OptimizerHasForeignParameters(_UntrainedCheck):
     """An optimizer steps tensors that are no parameters of the model, and get no gradients.
 
     The model's parameters were replaced after the optimizer was made: by wrapping, moving,
@@ -167,68 +175,31 @@ class OptimizerHasForeignParameters(Check):
     Bug:
         optimizer = AdamW(model.parameters())
         model.head = nn.Linear(64, 10)
-
-    Fix:
-        Make the optimizer after the model has its final parameters.
-
-    Ignore:
-        When the optimizer also has another model that gets no gradients at the moment.
+    Fix: Make the optimizer after the model has its final parameters.
+    Ignore: When the optimizer also has another model that gets no gradients at the moment.
     """
 
-    id = "optimizer-has-foreign-parameters"
-    rule = 1
+    steps = 2
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._values: dict[int, tuple[Tensor, int]] = {}  # of parameters that no optimizer has
-        self._replaced: list[tuple[ParameterPlace, Tensor]] = []
-        self._optimizer: Any = None
-
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Look for tensors without gradients whose shape a parameter without optimizer has."""
-        self._replaced = []
-        if not view.is_due:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        shapes = {each.shape for each in _gradientless_strangers(self.view, optimizer)}
+        if not self.view.is_due or not shapes:
             return
-        shapes = {tuple(each.shape) for each in _gradientless_strangers(view, optimizer)}
-        held = view.optimized() if shapes else {}
-        for place in view.parameters if shapes else ():
-            tensor = place.tensor
-            if tensor.grad is None or id(tensor) in held or tuple(tensor.shape) not in shapes:
-                continue
-            self._values.setdefault(id(tensor), (view.sample(tensor), view.steps_seen))
-            self._replaced.append((place, view.sample(tensor.grad).abs().sum()))
-        self._optimizer = optimizer
+        held, self._optimizer = self.view.optimized(), optimizer
+        for place in self.view.parameters:
+            is_trained = place.tensor.grad is not None and id(place.tensor) not in held
+            if is_trained and place.tensor.shape in shapes:
+                self.follow(place.name, place.tensor)
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Compare the values with those of an earlier step."""
-        replaced, self._replaced = self._replaced, []
-        ripe = [
-            (place, gradient)
-            for place, gradient in replaced
-            if self._values[id(place.tensor)][1] < view.steps_seen
-        ]
-        if ripe:
-            same = [(view.sample(p.tensor) == self._values[id(p.tensor)][0]).all() for p, _ in ripe]
-            numbers = [*same, *(gradient for _, gradient in ripe)]
-            view.read(numbers, self._judge, view, [place for place, _ in ripe], self._optimizer)
-
-    def _judge(
-        self, numbers: list[float], view: TrainingView, places: list[ParameterPlace], optimizer: Any
-    ) -> None:
-        rows = zip(places, numbers, numbers[len(places) :], strict=False)
-        stuck = [place for place, same, gradient in rows if same and gradient > 0]
-        if stuck and not _is_held_by_unseen([place.tensor for place in stuck], view.optimizers):
-            strangers = len(_gradientless_strangers(view, optimizer))
-            self.find(
-                view,
-                [place.name for place in stuck],
-                f"{type(optimizer).__name__} has {strangers} tensors that are not in the model and "
-                f"get no gradients, while {len(stuck)} parameters of their shapes get gradients, "
-                "are in no optimizer, and do not change: they were replaced after the optimizer "
-                "was made.",
-                "Make the optimizer after the last change of the model's parameters (wrapping, "
-                "moving, new layers), or add them with optimizer.add_param_group.",
-            )
+    def judge_stuck(self, stuck: list[tuple[str, Any, float]]) -> None:
+        """Report them with the tensors that the optimizer has instead."""
+        count = len(_gradientless_strangers(self.view, self._optimizer))
+        self.find(
+            [name for name, _, _ in stuck],
+            f"{type(self._optimizer).__name__} has {count} tensors that are not in the model and "
+            f"get no gradients, while {len(stuck)} parameters of their shapes get gradients, are "
+            "in no optimizer, and do not change: they were replaced after the optimizer was made.",
+        )
 
 
 class ParameterInTwoOptimizers(Check):
@@ -240,51 +211,39 @@ class ParameterInTwoOptimizers(Check):
     Bug:
         body = AdamW(model.parameters())
         head = AdamW(model.head.parameters())
-
-    Fix:
-        Give each parameter to one optimizer.
-
-    Ignore:
-        When both updates are meant.
+    Fix: Give each parameter to one optimizer.
+    Ignore: When both updates are meant.
     """
 
-    id = "parameter-in-two-optimizers"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._used: dict[int, tuple[Any, int]] = {}  # by parameter: optimizer, backwards until then
         self._twice: dict[str, tuple[Any, Any]] = {}
         self._steps = self._backwards = 0
 
-    def on_before_backward(self, view: TrainingView, loss: Any) -> None:
+    def on_before_backward(self, loss: Any) -> None:
         """Count: gradients are others afterwards."""
         self._backwards += 1
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Note which gradients an optimizer uses that another one has used."""
-        if not view.is_due or len(view.optimizers) < 2:
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not self.view.is_due or len(self.view.optimizers) < 2:
             return
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is None or not parameter.requires_grad:
                 continue
             used = self._used.get(id(parameter))
             if used and used[0] is not optimizer and used[1] == self._backwards:
-                self._twice[view.name_of(parameter) or "a parameter"] = used[0], optimizer
+                self._twice[self.view.name_of(parameter) or "a parameter"] = used[0], optimizer
             self._used[id(parameter)] = optimizer, self._backwards
 
-    def on_step_end(self, view: TrainingView) -> None:
-        """Report what was stepped twice in two steps in a row."""
+    def on_step_end(self) -> None:
         twice, self._twice, self._used = self._twice, {}, {}
         self._steps = self._steps + 1 if twice else 0
         if self._steps >= 2:
             first, second = next(iter(twice.values()))
             self.find(
-                view,
                 list(twice),
                 f"{type(first).__name__} and {type(second).__name__} have stepped {len(twice)} "
                 "parameters with the same gradient, in 2 steps in a row.",
-                "Give each parameter to one optimizer only.",
             )
 
 
@@ -297,71 +256,41 @@ class UpdateDiffersFromOptimizer(Check):
 
     Bug:
         step = torch.compile(optimizer.step)  # with a learning rate that was constant when compiled
-
-    Fix:
-        Make the learning rate a tensor in compiled optimizers; try `foreach=False, fused=False`.
-
-    Ignore:
-        When something changes weights within the step on purpose.
+    Fix: Make the learning rate a tensor in compiled optimizers; try `foreach=False, fused=False`.
+    Ignore: When something changes weights within the step on purpose.
     """
 
-    id = "update-differs-from-optimizer"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._updates: list[SampledUpdate] = []
+    def setup(self) -> None:
         self._before: dict[int, set[str]] = {}  # by optimizer: what differed in the step before
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Compute the updates."""
-        self._updates = []
-        if view.is_due and is_computable(optimizer):
-            again = self._before.get(id(optimizer), set())
-            self._updates = sample_updates(view, optimizer, _WIDE, again)
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        known = [s for s in samples if s.expected is not None and s.is_kept]
+        known = [each for each in known if each.parameter.dtype in _WIDE]
+        if known:
+            names = [each.name for each in known]
+            self.read([_compare(each) for each in known], self._judge, optimizer, names)
 
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Compare them with the changes."""
-        updates, self._updates = self._updates, []
-        rows = [
-            (each.name, _compare(each, view.sample(each.parameter)))
-            for each in updates
-            if each.gradient is each.parameter.grad and each.gradient._version == each.version
-        ]
-        if rows:
-            numbers = [row for _, row in rows]
-            view.read(numbers, self._judge, view, optimizer, [name for name, _ in rows])
-
-    def _judge(
-        self, rows: list[list[float]], view: TrainingView, optimizer: Any, names: list[str]
-    ) -> None:
-        wrong = {
-            name: row
-            for name, row in zip(names, rows, strict=True)
-            if row[0] and row[1] > row[0] / 2
-        }
-        previous = self._before.get(id(optimizer), set())
-        self._before[id(optimizer)] = set(wrong)
+    def _judge(self, rows: list[list[float]], optimizer: Any, names: list[str]) -> None:
+        named = zip(names, rows, strict=True)
+        wrong = {name: row for name, row in named if row[0] and row[1] > row[0] / 2}
+        self.view.suspects |= set(wrong)
+        previous, self._before[id(optimizer)] = self._before.get(id(optimizer), set()), set(wrong)
         wrong = {name: row for name, row in wrong.items() if name in previous}
-        if not wrong:
-            return
-        name, (count, differing, actual, expected) = next(iter(wrong.items()))
-        self.find(
-            view,
-            list(wrong),
-            f"{type(optimizer).__name__} changed '{name}' by {actual:.3g} (mean magnitude of "
-            f"{count:.0f} sampled elements) where its options, moments and gradient give "
-            f"{expected:.3g}; {differing:.0f} of them differ by more than 5 %.",
-            "If the optimizer is compiled, make its learning rate a tensor. Otherwise try "
-            "foreach=False, fused=False, and make the parameter contiguous.",
-        )
+        if wrong:
+            name, (count, differing, actual, expected) = next(iter(wrong.items()))
+            self.find(
+                list(wrong),
+                f"{type(optimizer).__name__} changed '{name}' by {actual:.3g} (mean magnitude of "
+                f"{count:.0f} sampled elements) where its options, moments and gradient give "
+                f"{expected:.3g}; {differing:.0f} of them differ by more than 5 %.",
+            )
 
 
-def _compare(update: SampledUpdate, after: Tensor) -> Tensor:
+def _compare(sample: StepSample) -> Tensor:
     """Return how many updates count, how many differ, and the mean magnitudes of both."""
-    expected = update.expected
-    actual = update.before.to(expected.dtype) - after.to(expected.dtype)
-    rounding = torch.finfo(update.before.dtype).eps * update.before.abs().to(expected.dtype)
+    expected: Any = sample.expected
+    actual = sample.before.to(expected.dtype) - sample.after.to(expected.dtype)
+    rounding = torch.finfo(sample.before.dtype).eps * sample.before.abs().to(expected.dtype)
     counts = expected.abs() > 32 * rounding
     differs = (actual - expected).abs() > _TOLERANCE * expected.abs() + 4 * rounding
     magnitudes = [(each.abs() * counts).sum() / counts.sum() for each in (actual, expected)]
@@ -378,73 +307,43 @@ class UpdateRoundedAway(Check):
     Bug:
         model.to(torch.bfloat16)
         optimizer = AdamW(model.parameters(), lr=1e-5)
-
-    Fix:
-        Keep the weights in float32 and compute under `torch.autocast`, or use an optimizer with
+    Fix: Keep the weights in float32 and compute under `torch.autocast`, or use an optimizer with
         float32 master weights or stochastic rounding.
-
-    Ignore:
-        Never: such weights are not trained.
+    Ignore: Never: such weights are not trained.
     """
 
-    id = "update-rounded-away"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._updates: list[SampledUpdate] = []
+    def setup(self) -> None:
         self._rates: dict[int, list[Any]] = {}
-        self._in_a_row: dict[int, int] = {}
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Compute the updates."""
-        if not view.is_due or not is_computable(optimizer):
-            return
-        self._updates = sample_updates(view, optimizer, _NARROW)
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        narrow = [s for s in samples if s.expected is not None and s.parameter.dtype in _NARROW]
         rates = [group["lr"] for group in optimizer.param_groups]
-        before = self._rates.get(id(optimizer))
-        self._rates[id(optimizer)] = rates
+        before, self._rates[id(optimizer)] = self._rates.get(id(optimizer), []), rates
         is_float = not any(isinstance(rate, Tensor) for rate in rates)
-        if before is None or (is_float and any(a > b for a, b in zip(rates, before, strict=False))):
-            self._in_a_row[id(optimizer)] = 0
-
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Count elements that should have moved, and have."""
-        updates, self._updates = self._updates, []
-        if updates:
-            rows = []
-            for update in updates:
-                should = update.expected != 0
-                has_moved = view.sample(update.parameter) != update.before
-                rows.append(torch.stack([should.sum(), (should & has_moved).sum()]))
-            given = [(each.name, each.parameter.numel()) for each in updates]
-            view.read(rows, self._judge, view, optimizer, given)
+        rows = []
+        for each in narrow:
+            should: Any = each.expected != 0
+            rows.append(torch.stack([should.sum(), (should & (each.after != each.before)).sum()]))
+        if is_float and any(a > b for a, b in zip(rates, before, strict=False)):
+            self.in_a_row(False, optimizer)
+        if rows:
+            parameters = [(each.name, each.parameter.numel()) for each in narrow]
+            self.read(rows, self._judge, optimizer, parameters)
 
     def _judge(
-        self,
-        rows: list[list[float]],
-        view: TrainingView,
-        optimizer: Any,
-        parameters: list[tuple[str, int]],
+        self, rows: list[list[float]], optimizer: Any, parameters: list[tuple[str, int]]
     ) -> None:
-        shares = [(1 - moved / should if should else 0.0) for should, moved in rows]
+        losses = [(1 - moved / should if should else 0.0) for should, moved in rows]
         whole = sum(size for (_, size), (should, _) in zip(parameters, rows, strict=True) if should)
-        lost = sum(share * size for share, (_, size) in zip(shares, parameters, strict=True))
-        count = self._in_a_row.get(id(optimizer), 0) + 1
-        self._in_a_row[id(optimizer)] = count = (
-            count if whole and lost >= _ROUNDED_AWAY * whole else 0
-        )
+        lost = sum(each * size for each, (_, size) in zip(losses, parameters, strict=True))
+        count = self.in_a_row(whole and lost >= _ROUNDED_AWAY * whole, optimizer)
         if count >= _IN_A_ROW:
-            rows_by_name = zip(parameters, shares, strict=True)
-            names = [name for (name, _), share in rows_by_name if share >= _ROUNDED_AWAY]
+            by_name = zip(parameters, losses, strict=True)
             self.find(
-                view,
-                names,
+                [name for (name, _), each in by_name if each >= _ROUNDED_AWAY],
                 f"{lost / whole:.1%} of the elements that {type(optimizer).__name__} should have "
                 f"changed did not move, in {count} steps in a row: the updates are smaller than "
                 "half of the distance between two numbers of their type.",
-                "Keep weights in float32 and use autocast, or an optimizer with float32 master "
-                "weights or stochastic rounding.",
             )
 
 
@@ -457,65 +356,40 @@ class ParameterDoesNotChange(Check):
 
     Bug:
         parameter.data.reshape(-1).add_(update)  # a copy, if the parameter is transposed
-
-    Fix:
-        Update the parameter in place: `parameter.add_(update.view_as(parameter))`.
-
-    Ignore:
-        When the optimizer keeps some parameters constant on purpose.
+    Fix: Update the parameter in place: `parameter.add_(update.view_as(parameter))`.
+    Ignore: When the optimizer keeps some parameters constant on purpose.
     """
 
-    id = "parameter-does-not-change"
-    rule = 1
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        looked_at = [
+            each
+            for each in samples
+            if each.parameter.dtype in _WIDE
+            and type(optimizer) not in EXACT
+            and not isinstance(each.group.get("lr", 0.0), Tensor)
+        ]
+        moves = [(each.after != each.before).any() for each in looked_at]
+        should = [
+            (each.group.get("lr", 0.0) * each.gradient.abs() > 1e-6 * each.before.abs()).any()
+            for each in looked_at
+        ]
+        if looked_at:
+            names = [each.name for each in looked_at]
+            self.read([*moves, *should], self._judge, optimizer, names)
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._before: list[tuple[str, Tensor, Tensor, Tensor]] = []
-        self._stuck: dict[str, int] = {}
-
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Keep some elements, and whether a plain step would move them."""
-        self._before = []
-        if not view.is_due or type(optimizer) in EXACT:
-            return
-        stuck = {name for name, count in self._stuck.items() if count}
-        for name, parameter, group in trained_parameters(view, optimizer, stuck):
-            lr = group.get("lr", 0.0)
-            if (
-                parameter.dtype in _WIDE
-                and parameter.grad is not None
-                and not isinstance(lr, Tensor)
-            ):
-                values = view.sample(parameter)
-                change = lr * view.sample(parameter.grad).abs()
-                would_move = (change > 1e-6 * values.abs()).any()
-                self._before.append((name, parameter, values, would_move))
-
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Compare."""
-        before, self._before = self._before, []
-        if before:
-            moves = [(view.sample(p) != values).any() for _, p, values, _ in before]
-            numbers = [*moves, *(would_move for *_, would_move in before)]
-            view.read(numbers, self._judge, view, optimizer, [name for name, *_ in before])
-
-    def _judge(
-        self, numbers: list[float], view: TrainingView, optimizer: Any, names: list[str]
-    ) -> None:
+    def _judge(self, numbers: list[float], optimizer: Any, names: list[str]) -> None:
         moves, should = numbers[: len(names)], numbers[len(names) :]
         if not any(moves):
             return  # this step changes nothing: it only collects gradients
-        for name, moved, would_move in zip(names, moves, should, strict=True):
-            self._stuck[name] = self._stuck.get(name, 0) + 1 if would_move and not moved else 0
-        stuck = [name for name in names if self._stuck[name] >= _IN_A_ROW]
+        rows = zip(names, moves, should, strict=True)
+        counts = {name: self.in_a_row(would and not moved, name) for name, moved, would in rows}
+        self.view.suspects |= {name for name, count in counts.items() if count}
+        stuck = [name for name, count in counts.items() if count >= _IN_A_ROW]
         if stuck:
             self.find(
-                view,
                 stuck,
                 f"{len(stuck)} of {len(names)} parameters of {type(optimizer).__name__} have not "
                 f"changed in {_IN_A_ROW} steps in which they had gradients; the others have.",
-                "See that the optimizer changes the parameter in place, and not a copy of it (of "
-                "memory that is not contiguous, for example).",
             )
 
 
@@ -528,47 +402,27 @@ class OptimizerStateCountsTooManySteps(Check):
     Bug:
         optimizer.step()  # to create the state
         train(model, optimizer)
-
-    Fix:
-        Remove the synthetic step, or set `step` in the optimizer's state back to 0.
-
-    Ignore:
-        Never.
+    Fix: Remove the synthetic step, or set `step` in the optimizer's state back to 0.
+    Ignore: Never.
     """
 
-    id = "optimizer-state-counts-too-many-steps"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
-        self._seen: dict[int, int] = {}
-
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Look at counts and moments in the first steps."""
-        count = self._seen[id(optimizer)] = self._seen.get(id(optimizer), 0) + 1
-        if count > _IN_A_ROW or not hasattr(optimizer, "state"):
-            return
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
         rows = []
-        for _, parameter, _ in trained_parameters(view, optimizer):
-            state = optimizer.state.get(parameter, {})
-            step, moment, gradient = state.get("step"), state.get("exp_avg"), parameter.grad
-            if isinstance(step, Tensor) and isinstance(moment, Tensor) and gradient is not None:
-                sums = [view.sample(each).abs().sum().double() for each in (moment, gradient)]
+        for each in samples:
+            step, moment = each.state.get("step"), each.state.get("exp_avg")
+            if isinstance(step, Tensor) and isinstance(moment, Tensor):
+                sums = [x.abs().sum().double() for x in (moment, each.gradient)]
                 rows.append(torch.stack([step.to(moment.device).double(), *sums]))
-        if rows:
-            view.read(rows, self._judge, view, optimizer)
+        if rows and self.in_a_row(True, optimizer) <= _IN_A_ROW:
+            self.read(rows, self._judge, type(optimizer).__name__)
 
-    def _judge(self, rows: list[list[float]], view: TrainingView, optimizer: Any) -> None:
+    def _judge(self, rows: list[list[float]], name: str) -> None:
         rows = [row for row in rows if row[2] > 0]
         if rows and all(step >= 1 and moment == 0 for step, moment, _ in rows):
-            name = type(optimizer).__name__
             self.find(
-                view,
                 name,
                 f"{name} had counted {rows[0][0]:.0f} steps, but the moments of all {len(rows)} "
                 "parameters that were looked at were zero.",
-                "Make no step without gradients before training, or set `step` in the optimizer's "
-                "state to 0.",
             )
 
 
@@ -577,10 +431,9 @@ class _Call(NamedTuple):
 
     module: nn.Module
     has_graph: bool  # of its inputs
-    inputs: set[int]  # their memory
+    gets: set[int]  # the memory of its inputs
     input_sizes: set[int]
     output_sizes: set[int]
-    gets: set[int]  # the memory of all its inputs, integers included
 
 
 class ParameterWithoutGradient(Check):
@@ -596,134 +449,92 @@ class ParameterWithoutGradient(Check):
     Bug:
         features = self.encoder(x).detach()
         return self.head(features)
-
-    Fix:
-        Remove the `detach`, or use `use_reentrant=False`. To freeze the module, call
-        `requires_grad_(False)`.
-
-    Ignore:
-        When the modules are frozen in this way on purpose.
+    Fix: Remove `detach`, `.data` or `no_grad` behind these modules, or use `use_reentrant=False`.
+        To freeze them, call `requires_grad_(False)`.
+    Ignore: When the modules are frozen in this way on purpose.
     """
 
-    id = "parameter-without-gradient"
-    rule = 1
     severity = "warning"
 
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._calls: list[_Call] = []
         self._data: set[int] = set()  # memory of the model's inputs
-        self._in_a_row: dict[int, int] = {}
         self._values: dict[int, Tensor] = {}
-        self._unlearned: dict[
-            int, tuple[int, Tensor | None]
-        ] = {}  # by module: steps, and its values
 
-    def on_module_call(self, view: TrainingView, call: ModuleCall) -> None:
-        """Note the calls of modules with parameters, in order."""
-        if view.steps_seen > FIRST_STEPS or len(self._calls) > _MAX_CALLS:
+    def on_module_call(self, call: ModuleCall) -> None:
+        if self.view.steps_seen > FIRST_STEPS or len(self._calls) > _MAX_CALLS:
             return
-        inputs = [t for t in tensors_in((call.args, call.kwargs)) if t.is_floating_point()]
-        memory = {key for key in map(_memory, inputs) if key}
-        gets = {key for key in map(_memory, tensors_in((call.args, call.kwargs))) if key}
-        if any(call.module is model for model in view.models):
+        tensors = list(tensors_in((call.args, call.kwargs)))
+        inputs = [tensor for tensor in tensors if tensor.is_floating_point()]
+        gets = {key for key in map(_memory, tensors) if key}
+        if any(call.module is model for model in self.view.models):
             self._data |= gets
-        if any(p.requires_grad for p in call.module.parameters(recurse=False)):
+        if _trainable(call.module):
             has_graph = any(tensor.requires_grad for tensor in inputs)
             sizes = {tensor.numel() for tensor in tensors_in(call.output)}
             input_sizes = {tensor.numel() for tensor in inputs}
-            found = _Call(call.module, has_graph, memory, input_sizes, sizes, gets)
-            self._calls.append(found)
+            self._calls.append(_Call(call.module, has_graph, gets, input_sizes, sizes))
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Look for first modules without gradients before one with gradients."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         calls, data, self._calls, self._data = self._calls, self._data, [], set()
-        if not calls:
-            return
-        own = {id(p) for p in _parameters_of(optimizer)}
-        self._look_at_entries(view, calls, data, own)
-        cut, target = _split_by_gradients(calls)
+        calls = [call for call in calls if _trainable(call.module)]
+        own = {id(p) for p in parameters_of(optimizer)}
+        for find, steps in ((self._find_cut, _IN_A_ROW), (self._find_entries, _MANY_IN_A_ROW)):
+            modules, why = find(calls, data, own) if calls else ([], "")
+            key = hash((id(optimizer), steps))
+            if not modules:
+                self._values.pop(key, None)
+            if self.in_a_row(modules, key):
+                values = self._values.setdefault(key, self.sample(_trainable(modules[0])[0]))
+                if self._counts[key] >= steps:
+                    same = (values == self.sample(_trainable(modules[0])[0])).all()
+                    self.read([same], self._judge, modules, steps, why)
+
+    def _find_cut(
+        self, calls: list[_Call], data: set[int], own: set[int]
+    ) -> tuple[list[nn.Module], str]:
+        """Return modules whose output reaches the first one with gradients without a graph."""
+        number = next((i for i, call in enumerate(calls) if _has_gradients(call.module)), 0)
+        cut, target = calls[:number], calls[number]
         is_cut = (
             cut
-            and target is not None
             and not target.has_graph
-            and not target.inputs & data
+            and not target.gets & data
             and target.input_sizes & cut[-1].output_sizes
             and all(id(p) in own for call in cut for p in _trainable(call.module))
         )
-        key = id(optimizer)
-        self._in_a_row[key] = self._in_a_row.get(key, 0) + 1 if is_cut else 0
         if not is_cut:
-            self._values.pop(key, None)
-            return
-        last = _trainable(cut[-1].module)[0]
-        values = self._values.setdefault(key, view.sample(last))
-        if self._in_a_row[key] >= _IN_A_ROW:
-            same = (values == view.sample(last)).all()
-            modules = list(dict.fromkeys(call.module for call in cut))
-            view.read([same], self._judge, view, modules, target)
+            return [], ""
+        names = self.view.module_names
+        why = f"the output of '{names.get(cut[-1].module)}' reaches '{names.get(target.module)}'"
+        modules = [call.module for call in reversed(cut)]
+        return list(dict.fromkeys(modules)), f"{why} without a graph"
 
-    def _look_at_entries(
-        self, view: TrainingView, calls: list[_Call], data: set[int], own: set[int]
-    ) -> None:
-        """Look for inputs of the model that only modules without gradients get."""
+    def _find_entries(
+        self, calls: list[_Call], data: set[int], own: set[int]
+    ) -> tuple[list[nn.Module], str]:
+        """Return modules without gradients, where an input of the model is given only to them."""
         learned = [call for call in calls if _has_gradients(call.module)]
-        used = set[int]().union(*(call.gets for call in learned))
-        entries = {call.module for call in calls if call.gets & data - used and not call.has_graph}
-        for module in entries if learned else ():
-            parameters = _trainable(module)
-            is_own = bool(parameters) and all(id(p) in own and p.grad is None for p in parameters)
-            count, values = self._unlearned.get(id(module), (0, None))
-            if not is_own or values is None:
-                fresh = (1, view.sample(parameters[0])) if is_own else (0, None)
-                self._unlearned[id(module)] = fresh
-                continue
-            self._unlearned[id(module)] = (count + 1, values)
-            if count + 1 >= _MANY_IN_A_ROW:
-                same = (values == view.sample(parameters[0])).all()
-                unlearned = [c.module for c in calls if not _has_gradients(c.module)]
-                view.read([same], self._judge_entry, view, module, list(dict.fromkeys(unlearned)))
+        # The model itself gets all inputs, and gives them on.
+        used = set[int]().union(*(c.gets for c in learned if c.module not in self.view.models))
+        for call in calls if learned else ():
+            is_entry = call.gets & data - used and not call.has_graph
+            if is_entry and all(id(p) in own and p.grad is None for p in _trainable(call.module)):
+                others = [c.module for c in calls if not _has_gradients(c.module)]
+                name = self.view.module_names.get(call.module)
+                modules = list(dict.fromkeys([call.module, *others]))
+                return modules, f"'{name}' is the only module that gets one of the model's inputs"
+        return [], ""
 
-    def _judge_entry(
-        self, numbers: list[float], view: TrainingView, entry: nn.Module, modules: list[nn.Module]
-    ) -> None:
-        if not numbers[0]:
-            return
-        names = view.module_names
-        self.find(
-            view,
-            [names.get(module, "a module") for module in modules],
-            f"'{names.get(entry)}' is the only module that gets one of the model's inputs, and is "
-            f"in an optimizer, but it had no gradients in {_MANY_IN_A_ROW} steps in a row, while "
-            "others had.",
-            "Remove detach, .data or no_grad behind it. If it is to be frozen, call "
-            "requires_grad_(False).",
-        )
-
-    def _judge(
-        self, numbers: list[float], view: TrainingView, modules: list[nn.Module], target: _Call
-    ) -> None:
-        if not numbers[0]:
-            return  # something else trains them: an average, for example
-        names = view.module_names
-        count = sum(len(_trainable(module)) for module in modules)
-        self.find(
-            view,
-            [names.get(module, "a module") for module in reversed(modules)],
-            f"{count} parameters are in an optimizer and have no gradients in {_IN_A_ROW} steps in "
-            f"a row: the output of '{names.get(modules[-1])}' reaches "
-            f"'{names.get(target.module)}' without a graph.",
-            "Remove detach, .data or no_grad between the two; use checkpoint(..., "
-            "use_reentrant=False). If they are to be frozen, call requires_grad_(False).",
-        )
-
-
-def _split_by_gradients(calls: list[_Call]) -> tuple[list[_Call], _Call | None]:
-    """Return the calls before the first one whose module has gradients, and that one."""
-    for i, call in enumerate(calls):
-        if any(parameter.grad is not None for parameter in _trainable(call.module)):
-            return calls[:i], call
-    return calls, None
+    def _judge(self, numbers: list[float], modules: list[nn.Module], steps: int, why: str) -> None:
+        if numbers[0]:  # otherwise something else trains them: an average, for example
+            names = self.view.module_names
+            count = sum(len(_trainable(module)) for module in modules)
+            self.find(
+                [names.get(module, "a module") for module in modules],
+                f"{count} parameters are in an optimizer and had no gradients in {steps} steps in "
+                f"a row, while others had: {why}.",
+            )
 
 
 def _has_gradients(module: nn.Module) -> bool:
@@ -750,21 +561,13 @@ class FrozenByNamePrefix(Check):
         for name, p in model.named_parameters():
             if name.startswith("layers.1"):
                 p.requires_grad_(False)
-
-    Fix:
-        Compare with the dot: `name.startswith("layers.1.")`.
-
-    Ignore:
-        When these layers are frozen on purpose.
+    Fix: Compare with the dot: `name.startswith("layers.1.")`.
+    Ignore: When these layers are frozen on purpose.
     """
 
-    id = "frozen-by-name-prefix"
-    rule = 1
-
-    def on_train_start(self, view: TrainingView) -> None:
-        """Look at the layers of each list."""
-        names = view.module_names
-        for module in view.model.modules():
+    def on_train_start(self) -> None:
+        names = self.view.module_names
+        for module in self.view.model.modules():
             if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 10:
                 frozen = [i for i, layer in enumerate(module) if _is_frozen(layer)]
                 trained = [i for i, layer in enumerate(module) if _is_trained(layer)]
@@ -774,11 +577,9 @@ class FrozenByNamePrefix(Check):
                 if trained and more and sorted(expected) == more:
                     shown = [f"{names[module]}.{i}".lstrip(".") for i in more]
                     self.find(
-                        view,
                         shown,
                         f"Layers {first} of '{names[module]}' are frozen, and so are {more}, whose "
                         "numbers begin with the same digits.",
-                        "Compare names with the dot behind the number: 'layers.1.'.",
                     )
 
 
@@ -800,54 +601,34 @@ class FrozenParameterChanges(Check):
     Bug:
         model.encoder.requires_grad_(False)  # after backward has run
         optimizer.step()
-
-    Fix:
-        Set `.grad` to None when you freeze a parameter, or call `zero_grad(set_to_none=True)`.
-
-    Ignore:
-        When you compute this gradient yourself.
+    Fix: Set `.grad` to None when you freeze a parameter, or call `zero_grad(set_to_none=True)`.
+    Ignore: When you compute this gradient yourself.
     """
 
-    id = "frozen-parameter-changes"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._gradients: dict[int, tuple[Tensor, int]] = {}  # of frozen parameters, and versions
-        self._before: list[tuple[str, Tensor, Tensor]] = []
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Look for gradients of frozen parameters that are those of the step before."""
-        self._before = []
-        parameters = list(_parameters_of(optimizer)) if view.is_due else []
-        if not any(parameter.requires_grad for parameter in parameters):
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        if all(not p.requires_grad for p in parameters_of(optimizer)):
             return
-        for parameter in parameters:
-            if parameter.requires_grad or parameter.grad is None:
-                continue
-            gradient, version = self._gradients.get(id(parameter), (None, 0))
-            if gradient is parameter.grad and version == parameter.grad._version:
-                name = view.name_of(parameter) or "a parameter"
-                self._before.append((name, parameter, view.sample(parameter)))
-            self._gradients[id(parameter)] = parameter.grad, parameter.grad._version
+        stale = []
+        for each in samples:
+            if not each.parameter.requires_grad:
+                gradient, version = self._gradients.get(id(each.parameter), (None, 0))
+                if gradient is each.grad and version == each.version:
+                    stale.append(each)
+                self._gradients[id(each.parameter)] = (each.grad, each.version)
+        if stale:
+            moves = [(each.after - each.before).abs().max() for each in stale]
+            self.read(moves, self._judge, [each.name for each in stale])
 
-    def on_after_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """See whether they have changed."""
-        before, self._before = self._before, []
-        if before:
-            moves = [(view.sample(p) - values).abs().max() for _, p, values in before]
-            view.read(moves, self._judge, view, [name for name, *_ in before])
-
-    def _judge(self, moves: list[float], view: TrainingView, names: list[str]) -> None:
-        changed = [(name, move) for name, move in zip(names, moves, strict=True) if move > 0]
+    def _judge(self, moves: list[float], names: list[str]) -> None:
+        changed = {name: move for name, move in zip(names, moves, strict=True) if move > 0}
         if changed:
             self.find(
-                view,
-                [name for name, _ in changed],
+                list(changed),
                 f"{len(changed)} parameters with requires_grad=False have changed (by up to "
-                f"{max(move for _, move in changed):.3g}) with the gradient of an earlier step.",
-                "Set their .grad to None when you freeze them: optimizer.zero_grad("
-                "set_to_none=True).",
+                f"{max(changed.values()):.3g}) with the gradient of an earlier step.",
             )
 
 
@@ -859,50 +640,39 @@ class OptimizerMadeAnew(Check):
     Bug:
         for x, y in loader:
             optimizer = Adam(model.parameters())
-
-    Fix:
-        Make the optimizer once, before the loop. To change the rate, set `group["lr"]`.
-
-    Ignore:
-        When every few steps are a training of their own.
+    Fix: Make the optimizer once, before the loop. To change the rate, set `group["lr"]`.
+    Ignore: When every few steps are a training of their own.
     """
 
-    id = "optimizer-made-anew"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._last: dict[int, tuple[Any, int, int]] = {}  # by parameter: optimizer, step, how often
         self._values: dict[int, Tensor] = {}
 
-    def on_optimizer_made(self, view: TrainingView, optimizer: Any) -> None:
-        """Compare with the optimizer before that had the same first parameter."""
-        first = next(_parameters_of(optimizer), None)
-        if first is None or view.name_of(first) is None:
+    def on_optimizer_made(self, optimizer: Any) -> None:
+        first = next(parameters_of(optimizer), None)
+        if first is None or self.view.name_of(first) is None:
             return
         last, step, count = self._last.get(id(first), (_nothing, 0, 0))
         previous = last()
-        is_soon = view.steps_seen - step <= FIRST_STEPS
+        is_soon = self.view.steps_seen - step <= FIRST_STEPS
         had_moments = previous is not None and _has_moments(previous)
         count = count + 1 if is_soon and had_moments and type(previous) is type(optimizer) else 0
-        self._last[id(first)] = weakref.ref(optimizer), view.steps_seen, count
+        self._last[id(first)] = weakref.ref(optimizer), self.view.steps_seen, count
         if 0 < count <= _IN_A_ROW:  # its steps may be no events: the loop has another optimizer
-            note = functools.partial(_keep_sample, self._values, view)
+            note = functools.partial(_keep_sample, self._values, self.view)
             note.__module__ = __name__
             optimizer.register_step_post_hook(note)
         values = self._values.get(id(first))
         if count >= _IN_A_ROW and values is not None:
-            same = (view.sample(first) == values).all()
-            view.read([same], self._judge, view, type(optimizer).__name__, count)
+            same = (self.sample(first) == values).all()
+            self.read([same], self._judge, type(optimizer).__name__, count)
 
-    def _judge(self, numbers: list[float], view: TrainingView, name: str, count: int) -> None:
+    def _judge(self, numbers: list[float], name: str, count: int) -> None:
         if numbers[0]:
             self.find(
-                view,
                 name,
                 f"{name} was made {count + 1} times over the same parameters, each time after at "
                 f"most {FIRST_STEPS} steps, which drops its moments.",
-                "Make the optimizer once, before the loop.",
             )
 
 
@@ -910,7 +680,7 @@ def _keep_sample(
     values: dict[int, Tensor], view: TrainingView, optimizer: Any, args: Any, kwargs: Any
 ) -> None:
     """Keep some weights after a step."""
-    first = next(_parameters_of(optimizer))
+    first = next(parameters_of(optimizer))
     values[id(first)] = view.sample(first)
 
 
@@ -931,29 +701,21 @@ class LearningRateZero(Check):
 
     Bug:
         LambdaLR(optimizer, lambda step: max(0, 1 - step / 100))  # and 1000 steps of training
-
-    Fix:
-        Give the schedule the number of optimizer steps that are made, and step it.
-
-    Ignore:
-        When nothing is to be trained for a while.
+    Fix: Give the schedule the number of optimizer steps that are made, and step it.
+    Ignore: When nothing is to be trained for a while.
     """
 
-    id = "learning-rate-zero"
-    rule = 1
-
-    def __init__(self, report: Any) -> None:
-        super().__init__(report)
+    def setup(self) -> None:
         self._zero: dict[int, int] = {}
         self._positive: dict[int, int] = {}
-        self._scheduled = 0
+        self._scheduled, self._scheduler = 0, "no scheduler"
 
-    def on_scheduler_step(self, view: TrainingView, scheduler: Any) -> None:
+    def on_scheduler_step(self, scheduler: Any) -> None:
         """Count: a schedule by epochs may start with a whole epoch at 0."""
         self._scheduled += 1
+        self._scheduler = type(scheduler).__name__
 
-    def on_before_optimizer_step(self, view: TrainingView, optimizer: Any) -> None:
-        """Count steps with a rate of 0."""
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, Tensor) or rate is None or rate > 1e-30:
@@ -967,11 +729,9 @@ class LearningRateZero(Check):
             return
         when = f", after {positive} steps with a positive one" if positive else " from the start"
         self.find(
-            view,
             type(optimizer).__name__,
-            f"The learning rate of all parameter groups was 0 in {count} steps in a row{when}.",
-            "Give the schedule the number of optimizer steps that training makes, and step it once "
-            "per optimizer step.",
+            f"The learning rate of all parameter groups was 0 in {count} steps in a row{when} "
+            f"({self._scheduler} was stepped {self._scheduled} times).",
             severity="error" if positive else "warning",
         )
 
@@ -980,17 +740,214 @@ def _has_schedule(optimizer: Any) -> bool:
     return any("initial_lr" in group for group in optimizer.param_groups)
 
 
+class RequiresGradSetOnModule(Check):
+    """`requires_grad` was set on a module, which has no effect.
+
+    A module has no such setting: assigning it makes a new attribute, and its parameters are trained
+    as before.
+
+    Bug:
+        model.backbone.requires_grad = False
+    Fix: Call `module.requires_grad_(False)`, which sets it for all parameters of the module.
+    Ignore: When the attribute is your own, with another meaning.
+    """
+
+    def on_train_start(self) -> None:
+        for module, name in self.view.module_names.items():
+            value = vars(module).get("requires_grad")
+            other = [p for p in module.parameters() if p.requires_grad is not value]
+            if isinstance(value, bool) and other:
+                self.find(
+                    name or "the model",
+                    f"It has the attribute requires_grad = {value}, but {len(other)} of its "
+                    f"parameters have requires_grad = {not value}.",
+                )
+
+
+class LearningRateBesideGroups(Check):
+    """The learning rate is written where no step reads it.
+
+    `optimizer.defaults` is read when a group is added; a step uses `optimizer.param_groups`.
+
+    Bug:
+        optimizer.defaults["lr"] *= 0.1
+    Fix: `for group in optimizer.param_groups: group["lr"] *= 0.1`, or use a scheduler.
+    Ignore: When the new rate is meant for groups that are added later.
+    """
+
+    def setup(self) -> None:
+        self._first: dict[int, tuple[Any, list[Any]]] = {}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        default = getattr(optimizer, "defaults", {}).get("lr")
+        now = (default, [group.get("lr") for group in optimizer.param_groups])
+        before = self._first.setdefault(id(optimizer), now)
+        if any(isinstance(rate, Tensor) or rate is None for rate in (default, *now[1])):
+            return
+        if now[1] != before[1]:
+            self._first[id(optimizer)] = now
+        elif default != before[0] and self.in_a_row(True, id(optimizer)) >= _IN_A_ROW:
+            self.find(
+                f"learning rate of {type(optimizer).__name__}",
+                f"optimizer.defaults['lr'] was changed from {before[0]:.3g} to {default:.3g}, but "
+                f"the groups still have {now[1][0]:.3g}.",
+            )
+
+
+class UpdateUsesOldValues(Check):
+    """An optimizer goes on with the learning rate, or the number of steps, of an earlier step.
+
+    An update was captured as a graph (or compiled) when the rate was a plain number, so that later
+    rates have no effect. Looked at in optimizers with the state of SGD with momentum or of Adam,
+    whose updates were those of the formula in their first step.
+
+    Bug:
+        graph = make_fx(update)(parameter, gradient, lr)  # lr is a float
+    Fix: Make the learning rate and the step tensors, so that the graph reads them.
+    Ignore: Never.
+    """
+
+    def setup(self) -> None:
+        self._old: dict[int, list[tuple[float, float]]] = {}  # by parameter: rates and steps
+
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        for each in samples:
+            rate, state = each.group.get("lr"), getattr(optimizer, "state", {})
+            entry = state.get(each.parameter, {})
+            direction = self._direction(each, entry)
+            if direction is None or not isinstance(rate, float) or type(optimizer) in EXACT:
+                continue
+            step = float(entry.get("step", 0)) if not isinstance(entry.get("step"), Tensor) else 0.0
+            old = self._old.setdefault(id(each.parameter), [])
+            if not old:
+                self.view.suspects.add(each.name)
+            old.append((rate, step))
+            moved = (each.before - each.after).double()
+            errors = [
+                (moved - lr * direction(count)).norm() / moved.norm()
+                for lr, count in (old[-1], old[0])
+            ]
+            if len(old) > 1 and old[0] != old[-1]:
+                self.read(errors, self._judge, optimizer, each.name, old)
+
+    def _direction(self, sample: StepSample, entry: Any) -> Any:
+        """Return what is multiplied by the rate, as a function of the number of steps."""
+        names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+        known = [entry.get(name) for name in names]
+        buffer, first, second = (
+            self.sample(x).double() if isinstance(x, Tensor) else None for x in known
+        )
+        if first is not None and second is not None and "betas" in sample.group:
+            one, two = sample.group["betas"]
+            mean, square, eps = first, second, sample.group.get("eps", 1e-8)
+            return lambda t: (
+                mean / (1 - one**t) / ((square / (1 - two**t)).sqrt() + eps) if t else mean
+            )
+        return None if buffer is None else lambda _: buffer
+
+    def _judge(
+        self, errors: list[float], optimizer: Any, name: str, old: list[tuple[float, float]]
+    ) -> None:
+        (rate, step), (old_rate, old_step) = old[-1], old[0]
+        if self.in_a_row(errors[1] < 1e-3 and errors[0] > 5e-2, name) >= _IN_A_ROW:
+            was = f"learning rate {old_rate:.3g}" if rate != old_rate else f"step {old_step:.0f}"
+            now = f"{rate:.3g}" if rate != old_rate else f"{step:.0f}"
+            self.find(
+                f"{type(optimizer).__name__} ({name})",
+                f"It still changes '{name}' by what the {was} gives, and not {now}, in "
+                f"{_IN_A_ROW} steps in a row.",
+            )
+
+
+class ParameterMadeInForward(Check):
+    """Parameters are made anew in each forward, so that they are never trained.
+
+    Bug:
+        def forward(self, x):
+            return nn.Linear(64, 10)(x)
+    Fix: Make the layer once, in `__init__`, and call it in `forward`.
+    Ignore: When random weights are meant.
+    """
+
+    def setup(self) -> None:
+        self._shapes: dict[int, list[Any]] = {}  # by step: of parameters that the model lacks
+        self._kept: list[Any] = []  # so that no address is used twice
+
+    def on_before_backward(self, loss: Any) -> None:
+        step = self.view.steps_seen
+        if step > _IN_A_ROW or not isinstance(loss, Tensor) or loss.grad_fn is None:
+            return
+        own = {id(place.tensor) for place in self.view.parameters} | self.view.optimized().keys()
+        known = {id(each) for each in self._kept}
+        leaves = LossGraph(loss).leaves.items()
+        new = [p for key, p in leaves if isinstance(p, nn.Parameter) and key not in own | known]
+        self._kept += new
+        self._shapes[step] = [tuple(parameter.shape) for parameter in new]
+        shapes = self._shapes.values()
+        if new and len(shapes) == _IN_A_ROW and all(each == self._shapes[step] for each in shapes):
+            self.find(
+                type(self.view.models[0]).__name__,
+                f"In each of {_IN_A_ROW} steps, {len(new)} new parameters (of shapes "
+                f"{self._shapes[step][:4]}) took part in the forward, which no module of the model "
+                "has.",
+            )
+
+    def on_step_end(self) -> None:
+        if self.view.steps_seen >= _IN_A_ROW:
+            self._kept = []
+
+
+class ForwardIgnoresUpdates(Check):
+    """A forward computes with an old copy of a weight that training changes.
+
+    The gradient goes to the weight, but its values are read from a cache (quantised, cast or
+    merged) that a step does not refresh. Found by changing the weight of one linear, convolution or
+    embedding layer of each class in a copy of the model: the output of the layer has to change.
+
+    Bug:
+        if self.cache is None:
+            self.cache = quantise(self.weight)
+        return x @ self.cache
+    Fix: Refresh the copy after each step: compare `weight._version` with that of the copy.
+    Ignore: When the forward is not to see the weight.
+    """
+
+    is_active = True
+
+    def on_repeat(self, call: RepeatableCall) -> None:
+        kinds: dict[type, ParameterPlace] = {}
+        for place in self.view.parameters:
+            is_layer = isinstance(place.module, nn.Linear | _ConvNd | nn.Embedding)
+            if is_layer and place.attribute == "weight" and place.tensor.grad is not None:
+                kinds.setdefault(type(place.module), place)
+        for place in list(kinds.values())[:_MAX_CHANGED]:
+            is_ignored = call.ignores(place.module)
+            if is_ignored is not None:
+                gradient = self.sample(place.tensor.grad).abs().sum()  # type: ignore[arg-type]
+                self.read([is_ignored, gradient], self._judge, place.name)
+
+    def _judge(self, numbers: list[float], name: str) -> None:
+        is_ignored, gradient = numbers
+        if gradient > 0 and is_ignored:
+            self.find(
+                name,
+                "It has a gradient, but changing all of its values in place leaves the output of "
+                "its layer as it was.",
+            )
+
+
 # -- parameters and optimizers ---------------------------------------------------------------------
 
 
-def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the parameters of all groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _gradientless_strangers(view: TrainingView, optimizer: Any) -> list[Tensor]:
     """Return tensors of an optimizer that the model does not have, if none has a gradient."""
     own = {id(place.tensor) for place in view.parameters}
-    strangers = [each for each in _parameters_of(optimizer) if id(each) not in own]
+    strangers = [each for each in parameters_of(optimizer) if id(each) not in own]
     return [] if any(each.grad is not None for each in strangers) else strangers
 
 
@@ -1000,7 +957,7 @@ def _is_held_by_unseen(parameters: Iterable[Tensor], seen: list[Any]) -> bool:
     known = set(map(id, seen))
     optimizers = (o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
     others = (each for each in optimizers if id(each) not in known)
-    return any(id(parameter) in wanted for each in others for parameter in _parameters_of(each))
+    return any(id(parameter) in wanted for each in others for parameter in parameters_of(each))
 
 
 def _name_in_list(model: nn.Module, parameter: Tensor) -> str | None:
@@ -1024,19 +981,3 @@ def _name_in_list(model: nn.Module, parameter: Tensor) -> str | None:
 
 def _is_trained_module(value: Any) -> bool:
     return isinstance(value, nn.Module) and value.training
-
-
-UPDATE_CHECKS = (
-    ParameterNotInOptimizer,
-    OptimizerHasForeignParameters,
-    ParameterInTwoOptimizers,
-    UpdateDiffersFromOptimizer,
-    UpdateRoundedAway,
-    ParameterDoesNotChange,
-    OptimizerStateCountsTooManySteps,
-    ParameterWithoutGradient,
-    FrozenByNamePrefix,
-    FrozenParameterChanges,
-    OptimizerMadeAnew,
-    LearningRateZero,
-)

@@ -32,7 +32,6 @@ class ActivationStats(TrainingMonitor, ForwardHook):
         self._batches = 0
 
     def __call__(self, activations: Any, trainer: Any = None) -> None:
-        """Log the statistics every N batches."""
         self._batches += 1
         if (self._batches - 1) % self.every:
             return
@@ -45,11 +44,9 @@ class ActivationStats(TrainingMonitor, ForwardHook):
                     trainer.log(f"{name}/std", std)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches so far."""
         return {"batches": self._batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of batches."""
         self._batches = state["batches"]
 
 
@@ -57,8 +54,8 @@ def _named(value: Any, name: str = "activations") -> Iterator[tuple[str, torch.T
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _named(part, f"{name}/{key}")
+        for key, inner in value.items():
+            yield from _named(inner, f"{name}/{key}")
     else:
         for i, tensor in enumerate(tensors_in(value)):
             yield f"{name}/{i}", tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ class AttentionMonitor(ModuleMonitor):
         self._running = [one for one in self._running if one is not calls]
         if calls.error is not None:
             raise calls.error
-        if values := calls.statistics.values:
+        if values := calls.values:
             self._measured[call.name] = values
         else:
             self._unseen[call.name] = None
@@ -134,7 +134,6 @@ class AttentionMonitor(ModuleMonitor):
         super().on_step_end(trainer, step)
 
     def _summarize(self, values: Mapping[str, list[float]]) -> dict[str, float]:
-        """Return the values of all heads together, and of each."""
         found: dict[str, float] = {}
         for measure, heads in values.items():
             found[measure] = sum(heads) / len(heads) if measure == "entropy" else max(heads)
@@ -167,51 +166,6 @@ def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
 # -- what a module computes with torch's functions: its logits, or a bound of them ----------------
 
 
-class LogitStatistics:
-    """Measurements of the attention in one call of a module, by head."""
-
-    def __init__(self) -> None:
-        self._largest: Tensor | None = None
-        self._entropy: tuple[Tensor, Tensor] | None = None  # the sum, and of how many queries
-        self._bound: Tensor | None = None
-
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """The measures by name, each with a value for each head."""
-        found: dict[str, Tensor] = {}
-        if self._largest is not None and self._entropy is not None:
-            total, queries = self._entropy
-            found = {"max_logit": self._largest, "entropy": total / queries}
-        if self._bound is not None:
-            found["max_logit_bound"] = self._bound
-        return found
-
-    def add_logits(self, blocks: Iterable[Tensor]) -> None:
-        """Measure logits in blocks with the dimensions batch, heads, queries and keys."""
-        for block in blocks:
-            logits = block.float()
-            of_queries = logits.amax(-1)
-            # All keys of a query may be masked: it attends to nothing.
-            is_masked = of_queries == -math.inf
-            entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(is_masked, 0.0)
-            self._add(of_queries.amax((0, 2)), entropy.sum((0, 2)), (~is_masked).sum((0, 2)))
-
-    def _add(self, largest: Tensor, entropy: Tensor, queries: Tensor) -> None:
-        if self._largest is None or self._entropy is None:
-            self._largest, self._entropy = largest, (entropy, queries)
-        elif self._largest.shape == largest.shape:
-            total, known = self._entropy
-            self._largest = torch.maximum(self._largest, largest)
-            self._entropy = total + entropy, known + queries
-
-    def add_bound(self, bound: Tensor) -> None:
-        """Add a bound of the logits of each head."""
-        if self._bound is None:
-            self._bound = bound
-        elif self._bound.shape == bound.shape:
-            self._bound = torch.maximum(self._bound, bound)
-
-
 class AttentionCalls(FunctionWatch):
     """Measures softmax and fused attention in one call of a module; nothing is changed.
 
@@ -221,10 +175,28 @@ class AttentionCalls(FunctionWatch):
 
     def __init__(self, heads: int | None, *, recompute: bool) -> None:
         super().__init__()
-        self.statistics = LogitStatistics()
         self.error: Exception | None = None
         self._heads = heads
         self._recompute = recompute
+        self._found: dict[str, Tensor] = {}  # of each head
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The measures by name, each with a value for each head."""
+        found = dict(self._found)
+        if "queries" in found:
+            found["entropy"] = found["entropy"] / found.pop("queries")
+        return found
+
+    def _add(self, **values: Tensor) -> None:
+        """Add what was measured to what is known from other calls in the same module."""
+        for name, value in values.items():
+            known = self._found.get(name)
+            if known is None:
+                self._found[name] = value
+            elif known.shape == value.shape:
+                is_sum = name in ("entropy", "queries")
+                self._found[name] = known + value if is_sum else torch.maximum(known, value)
 
     def see(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call a function; measure it first if it is attention."""
@@ -247,8 +219,21 @@ class AttentionCalls(FunctionWatch):
         if logits.ndim == 3:
             logits = _with_heads(logits, self._heads)
         logits = logits.flatten(1, -3)  # queries may be grouped by keys
-        rows = _rows_of_block(logits[..., 0, :].numel())
-        self.statistics.add_logits(logits.split(rows, -2))
+        for block in logits.split(max(1, _BLOCK // logits[..., 0, :].numel()), -2):
+            self._measure_logits(block)
+
+    def _measure_logits(self, block: Tensor) -> None:
+        """Measure logits with the dimensions batch, heads, queries and keys."""
+        logits = block.float()
+        of_queries = logits.amax(-1)
+        # All keys of a query may be masked: it attends to nothing.
+        is_masked = of_queries == -math.inf
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(is_masked, 0.0)
+        self._add(
+            max_logit=of_queries.amax((0, 2)),
+            entropy=entropy.sum((0, 2)),
+            queries=(~is_masked).sum((0, 2)),
+        )
 
     @torch.no_grad()
     def _measure_fused(
@@ -262,7 +247,8 @@ class AttentionCalls(FunctionWatch):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        if query.is_nested:
+        """Measure the logits of queries and keys, or a bound of them."""
+        if query.is_nested or not query.numel() or not key.numel():
             return
         q, k = (_with_heads(one.detach(), self._heads) for one in (query, key))
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -272,29 +258,16 @@ class AttentionCalls(FunctionWatch):
         if mask is not None:
             mask = mask.detach().expand(*query.shape[:-1], key.shape[-2])
             mask = _with_heads(mask, self._heads)
-        self._measure_pair(q, k, factor, mask, is_causal=is_causal)
-
-    def _measure_pair(
-        self,
-        query: Tensor,
-        key: Tensor,
-        factor: float,
-        mask: Tensor | None,
-        *,
-        is_causal: bool,
-    ) -> None:
-        """Measure the logits of queries and keys, or a bound of them."""
-        if not query.numel() or not key.numel():
-            return
         if self._recompute:
             with torch.autocast(query.device.type, enabled=False):
-                blocks = _logit_blocks(query, key, factor, mask, is_causal=is_causal)
-                self.statistics.add_logits(blocks)
+                for block in _logit_blocks(q, k, factor, mask, is_causal=is_causal):
+                    self._measure_logits(block)
             return
-        bound = (_largest_norm(query) * _largest_norm(key)).amax(0) * abs(factor)
+        of_queries, of_keys = (torch.linalg.vector_norm(x.float(), dim=-1).amax(-1) for x in (q, k))
+        bound = (of_queries * of_keys).amax(0) * abs(factor)
         if mask is not None and mask.dtype is not torch.bool:  # may be a bias
             bound = bound + mask.float().amax((0, 2, 3))
-        self.statistics.add_bound(bound)
+        self._add(max_logit_bound=bound)
 
 
 def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
@@ -308,21 +281,11 @@ def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
     return tensor.flatten(0, -4)
 
 
-def _largest_norm(vectors: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(vectors.float(), dim=-1)
-    return norms.amax(-1)
-
-
-def _rows_of_block(size: int) -> int:
-    """Return how many queries are measured at once, if each of them has so many logits."""
-    return max(1, _BLOCK // size)
-
-
 def _logit_blocks(
     query: Tensor, key: Tensor, factor: float, mask: Tensor | None, *, is_causal: bool
 ) -> Iterator[Tensor]:
     batch, heads, length, _ = query.shape
-    rows = _rows_of_block(batch * heads * key.shape[-2])
+    rows = max(1, _BLOCK // (batch * heads * key.shape[-2]))
     keys = key.float().transpose(-2, -1)
     for start in range(0, length, rows):
         block = query[..., start : start + rows, :].float()
@@ -332,9 +295,7 @@ def _logit_blocks(
             later = torch.arange(key.shape[-2], device=query.device) > positions[:, None]
             logits = logits.masked_fill(later, -math.inf)
         if mask is not None:
-            part = mask if mask.shape[-2] == 1 else mask[..., start : start + rows, :]
-            if part.dtype is torch.bool:
-                logits = logits.masked_fill(~part, -math.inf)
-            else:
-                logits = logits + part
+            of_rows = mask[..., start : start + rows, :]
+            is_bias = of_rows.dtype is not torch.bool
+            logits = logits + of_rows if is_bias else logits.masked_fill(~of_rows, -math.inf)
         yield logits

@@ -12,7 +12,7 @@ from hookline.context import LazyFloat
 from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.options import BuiltIn
-from hookline.printable import printable, printable_message
+from hookline.printable import printable_message
 
 MAX_LOSSES = 100  # each may hold a number on the device
 
@@ -71,15 +71,19 @@ class ConsoleLogHook(BuiltIn):
         self._losses.clear()
         numbers = f"loss {number_text(loss)}  average {number_text(average)}"
         start = "" if epoch is None else f"epoch {epoch + 1}  "
-        print(printable_message(f"{start}{position}  {numbers}"), flush=True)
+        _say(f"{start}{position}  {numbers}")
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        print(f"validation at step {step}: {metrics_text(metrics)}", flush=True)
+        _say(f"validation at step {step}: {metrics_text(metrics)}")
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
         self._losses.clear()
-        print(f"epoch {epoch + 1} ends: {metrics_text(metrics)}", flush=True)
+        _say(f"epoch {epoch + 1} ends: {metrics_text(metrics)}")
 
     def on_train_end(self, status: str, step: int) -> None:
         self._losses.clear()
-        print(f"training ends at step {step}: {printable(status)}", flush=True)
+        _say(f"training ends at step {step}: {status}")
+
+
+def _say(text: str) -> None:
+    print(printable_message(text), flush=True)

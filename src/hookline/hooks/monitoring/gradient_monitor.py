@@ -15,12 +15,12 @@ from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, Paramet
 from hookline.loop.processes import is_main_process
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.statistics import merge_ranks
+from hookline.text_tables import join_some
 
 log = logging.getLogger("hookline")
 
 Percentile = Annotated[float, Field(ge=0, le=100)]
 _MAX_NAMED = 8  # layers named in one warning
-_NOT_FINITE = "are not finite"
 
 Report = dict[str, dict[str, Any]]
 """By measure, then by layer: a number, or a list of them."""
@@ -51,17 +51,14 @@ class GradientMonitor(ParameterMonitor):
         log_statistics: log mean, standard deviation, largest magnitude, zeros and nonfinite
             elements; None: if histograms or percentiles are logged.
         bins: the number of bins of a histogram.
-        update_ratio: log `update_ratio`, the norm of the change made by the optimizer's step
-            divided by the norm of the weights before it; omitted for weights that are all zero.
         vanishing: warn about layers whose norm is below this; None: no warning.
         exploding: warn about layers whose norm is above this or not finite; None: no warning.
     """
 
     cost = (
         "Nothing in steps without a report. A report takes one pass over the gradients (a full one "
-        "about twenty) and waits for the device once; `update_ratio` keeps a copy of the monitored "
-        "weights during the step. For sharded gradients a report is one collective, and up to "
-        "three with histograms or percentiles."
+        "about twenty) and waits for the device once. For sharded gradients a report is one "
+        "collective, and up to three with histograms or percentiles."
     )
 
     def __init__(
@@ -74,7 +71,6 @@ class GradientMonitor(ParameterMonitor):
         *,
         log_statistics: bool | None = None,
         bins: PositiveInt = 64,
-        update_ratio: bool = False,
         vanishing: PositiveFloat | None = 1e-7,
         exploding: PositiveFloat | None = 1e3,
     ) -> None:
@@ -85,20 +81,17 @@ class GradientMonitor(ParameterMonitor):
         full = log_histogram or bool(self.percentiles)
         self.log_statistics = full if log_statistics is None else log_statistics
         self.bins = bins
-        self.update_ratio = update_ratio
         self.vanishing = vanishing
         self.exploding = exploding
         warns = vanishing is not None or exploding is not None
         self._needs_norms = log_norm or warns
         self._needs_statistics = full or self.log_statistics
-        if not (self._needs_norms or self._needs_statistics or update_ratio):
+        if not (self._needs_norms or self._needs_statistics):
             raise ConfigError(
-                "GradientMonitor has nothing to report: log_norm, log_histogram, log_statistics, "
-                "update_ratio, percentiles and both warnings are off. Turn one of them on, or "
-                "remove the hook."
+                "GradientMonitor has nothing to report: set one of its options, or remove it."
             )
         self._step = 0  # that is measured: a step that is skipped does not count in `on_step_end`
-        self._warned: dict[str, set[str]] = {}  # the layers that a warning has named, by what
+        self._warned: dict[str, str] = {}  # the problem of each layer in the last report
 
     def on_gradients_ready(
         self, step: int, optimizer_idx: int, optimizers: list[Any], model: torch.nn.Module
@@ -112,16 +105,7 @@ class GradientMonitor(ParameterMonitor):
             self._measured[optimizer_idx] = gradients
             self._measure(gradients)
 
-    def on_before_optimizer_step(self, optimizer_idx: int) -> None:
-        if self._measured and self.update_ratio and optimizer_idx in self._measured:
-            self._measured[optimizer_idx].keep_weights()
-
-    def on_after_optimizer_step(self, optimizer_idx: int) -> None:
-        if self._measured and optimizer_idx in self._measured:
-            self._measured[optimizer_idx].measure_change()
-
     def on_step_end(self, trainer: Any) -> None:
-        """Read all measurements at once, and log them."""
         if not self._measured:
             return
         measured = list(self._measured.values())
@@ -154,7 +138,6 @@ class GradientMonitor(ParameterMonitor):
                     columns["percentiles"] = percentiles
 
     def _numbers(self, report: Report) -> Iterator[tuple[str, str, float]]:
-        """Yield what to log: layer, measure, value."""
         total = _combine_layers(report)
         if self.log_norm:
             for layer, norm in report["norm"].items():
@@ -168,25 +151,26 @@ class GradientMonitor(ParameterMonitor):
         for layer, values in report.get("percentiles", {}).items():
             for percentile, value in zip(self.percentiles, values, strict=True):
                 yield layer, f"p{percentile:g}", value
-        if "change" in report:
-            for layer, weight in (*report["weight"].items(), ("total", total["weight"])):
-                change = total["change"] if layer == "total" else report["change"][layer]
-                if weight:
-                    yield layer, "update_ratio", change / weight
 
     def _warn(self, step: int, norms: dict[str, float]) -> None:
-        found: dict[str, dict[str, float]] = {}
-        if self.vanishing is not None:
-            small = {name: norm for name, norm in norms.items() if norm < self.vanishing}
-            found[f"vanish, below {self.vanishing:g}"] = small
-        if self.exploding is not None:
-            large = {name: norm for name, norm in norms.items() if self.exploding < norm < math.inf}
-            found[f"explode, above {self.exploding:g}"] = large
-            odd = {name: norm for name, norm in norms.items() if not math.isfinite(norm)}
-            found[_NOT_FINITE] = odd
-        for what, layers in found.items():
-            warned = self._warned.setdefault(what, set())
-            _warn_of_new(layers, warned, list(norms), what, step)
+        """Warn about layers that have a problem since this report."""
+        new: dict[str, list[str]] = {}
+        for name, norm in norms.items():
+            problem = self._problem_of(norm)
+            if problem and self._warned.get(name) != problem:
+                new.setdefault(problem, []).append(f"'{name}' ({norm:.3g})")
+            self._warned[name] = problem
+        for problem, layers in new.items():
+            log.warning("Step %s: gradients %s: %s.", step, problem, join_some(layers, _MAX_NAMED))
+
+    def _problem_of(self, norm: float) -> str:
+        if self.exploding is not None and not math.isfinite(norm):
+            return "are not finite"
+        if self.exploding is not None and norm > self.exploding:
+            return f"explode, above {self.exploding:g}"
+        if self.vanishing is not None and norm < self.vanishing:
+            return f"vanish, below {self.vanishing:g}"
+        return ""
 
 
 _STATISTICS = ("size", "finite", "mean", "std", "largest", "zeros")
@@ -201,23 +185,8 @@ def _statistics_of(layer: str, values: dict[str, float]) -> Iterator[tuple[str, 
         yield layer, "zeros", values["zeros"] / values["size"]
 
 
-def _warn_of_new(
-    found: dict[str, float], warned: set[str], measured: Sequence[str], what: str, step: int
-) -> None:
-    """Warn about found layers that were not warned about yet; forget those that recovered."""
-    new = [name for name in found if name not in warned]
-    warned.difference_update(name for name in measured if name not in found)
-    warned.update(new)
-    if new:
-        shown = ", ".join(f"'{name}' ({found[name]:.3g})" for name in new[:_MAX_NAMED])
-        more = f" and {len(new) - _MAX_NAMED} more" if len(new) > _MAX_NAMED else ""
-        if what == _NOT_FINITE and len(new) == len(measured) > 1:  # none of them is to blame
-            shown, more = f"all {len(new)} monitored parameters", ""
-        log.warning("Step %s: gradients %s: %s%s.", step, what, shown, more)
-
-
 def _read_report(measured: Sequence[MonitoredParameters]) -> Report:
-    """Return the measures of all optimizers, copied to the host with one transfer."""
+    """Return the measures of all optimizers, read from the device with one transfer."""
     columns = [gradients.merged | gradients.columns for gradients in measured]
     values = iter(read_tensors(column for several in columns for column in several.values()))
     report: Report = {}
@@ -239,11 +208,9 @@ def _read_report(measured: Sequence[MonitoredParameters]) -> Report:
 
 def _combine_layers(report: Report) -> dict[str, float]:
     """Return the measures of all layers together, without percentiles and histograms."""
-    total: dict[str, float] = {
-        measure: math.hypot(*report[measure].values())
-        for measure in ("norm", "weight", "change")
-        if measure in report
-    }
+    total: dict[str, float] = {}
+    if "norm" in report:
+        total["norm"] = math.hypot(*report["norm"].values())
     if "finite" in report:
         counts, means = report["finite"], report["mean"]
         finite = sum(counts.values())

@@ -19,6 +19,7 @@ from hookline.hooks.monitoring.monitor_bases import TrainingMonitor, parameters_
 from hookline.loop.evaluation import samples_in
 from hookline.loop.loop import processes_of
 from hookline.tensors.device_numbers import read_tensors
+from hookline.tensors.norms import global_norm
 from hookline.tensors.sharded import is_sharded, stored_values
 
 log = logging.getLogger("hookline")
@@ -76,7 +77,6 @@ class GradientNoiseScale(TrainingMonitor):
         self._signal, self._variance, self._weight = 0.0, 0.0, 0.0
         self._sizes: list[int] = []
         self._warned = False  # that it measures nothing
-        self._checked = False
         self._told = False  # why a step was left out
         self._boundary: int | None = None  # the step that begins where a step has ended
         self._handles: list[RemovableHandle] = []
@@ -109,7 +109,6 @@ class GradientNoiseScale(TrainingMonitor):
                 "GradientNoiseScale: optimizers that step at different steps accumulate gradients "
                 "of several steps. Remove the hook, or leave optimizer_every out."
             )
-        self._checked = True
 
     def on_train_batch_start(self, batch: Any) -> None:
         if self.batch_size is None:
@@ -123,8 +122,7 @@ class GradientNoiseScale(TrainingMonitor):
             self._forget()  # a step whose end was not seen
             if self._boundary != step:
                 return  # the hook was enabled within this step
-            if not self._checked:  # the hook was added during training
-                self._check(optimizers, trainer)
+            self._check(optimizers, trainer)  # also of a hook that was added during training
             self._step = step
             self._parameters = [p for p in parameters_of(optimizers) if p.requires_grad]
         if not self._in_backward:
@@ -143,12 +141,11 @@ class GradientNoiseScale(TrainingMonitor):
         self._handles = []
 
     def _add(self, number: int, gradient: Tensor) -> None:
-        """Measure a parameter's gradient in a backward."""
         squares = self._squares[-1]
         if number in squares:  # or the hook was disabled after a forward
             self._problem = "a parameter got its gradient in several parts"
             self._stop_watching()
-        squares[number] = _norm(gradient.detach()).square()
+        squares[number] = global_norm([stored_values(gradient).float()]).square()
 
     def on_after_backward(self) -> None:
         if self._in_backward:
@@ -163,7 +160,6 @@ class GradientNoiseScale(TrainingMonitor):
             self._norm = self._total_norm()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Update the estimates, and log them."""
         sizes, self._sizes = self._sizes, []
         self._boundary = step
         if self._step is None:
@@ -248,28 +244,14 @@ class GradientNoiseScale(TrainingMonitor):
         trainer.log("gradient_noise/batch_size", batch_size)
 
     def _total_norm(self) -> Tensor:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if not gradients:
-            return torch.zeros(())
-        norms = [_norm(gradient) for gradient in gradients]
-        home = norms[0].device
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(home) for norm in norms]))
-        return total
+        gradients = [stored_values(p.grad).float() for p in self._parameters if p.grad is not None]
+        return global_norm(gradients) if gradients else torch.zeros(())
 
-    def on_train_end(self) -> None:
-        self._forget()
+    on_train_end = _forget
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages."""
         return {"signal": self._signal, "variance": self._variance, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the averages."""
         self._signal, self._variance = state["signal"], state["variance"]
         self._weight = state["weight"]
-
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Return the norm of a gradient, which may be sparse, of complex numbers or half precision."""
-    norm: Tensor = torch.linalg.vector_norm(stored_values(gradient).float())
-    return norm

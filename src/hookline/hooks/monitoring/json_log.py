@@ -8,17 +8,14 @@ from typing import Any
 
 from pydantic import PositiveInt
 
-from hookline.arguments import show_value, user_path
-from hookline.checkpoint.catalog import is_count
+from hookline.arguments import user_path
 from hookline.context import LazyFloat
-from hookline.errors import CheckpointError
 from hookline.hook import HookGroup
 from hookline.masking import mask_secrets
 from hookline.options import BuiltIn
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.jsonl_file import JsonlFile, encode_line
 from hookline.runs.manifest import utc_now
-from hookline.runs.rewind import move_end
 
 
 class JSONLogHook(BuiltIn):
@@ -29,8 +26,8 @@ class JSONLogHook(BuiltIn):
     In a bare loop that does not load batches through its session, lines of steps, with `loss`, take
     the place of those of batches. Epochs and batches are counted from 0. A killed process leaves no
     partial line. Values that JSON does not support are written as their `repr`, NaN as the string
-    "NaN". When a run is resumed, lines behind the checkpoint are moved to `<name>.repeated.jsonl`
-    beside the file, because their steps are trained again.
+    "NaN". When a run is resumed, the steps behind its checkpoint are trained and written again; in
+    the run's own `metrics.jsonl` each value is there once.
 
     Args:
         every: write every N batches of a loader, starting with the first.
@@ -51,24 +48,6 @@ class JSONLogHook(BuiltIn):
         self._requested_path = None if path is None else user_path(path)
         self._file: JsonlFile | None = None
         self._failed = self._has_batches = False
-        self._run_id: str | None = None
-        self._restored: Mapping[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the file ends, and which run writes it."""
-        if self._file is None:
-            return {}
-        return {"path": str(self._file.path), "size": self._file.size, "run_id": self._run_id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the file at this position, when it is opened.
-
-        Raises:
-            CheckpointError: The position is not the size of a file.
-        """
-        if not is_count(state.get("size", 0)):
-            raise CheckpointError(f"The size of the log is {show_value(state['size'])}.")
-        self._restored = dict(state)
 
     def on_train_start(self, trainer: Any, epoch: int, step: int) -> None:
         self._has_batches = False
@@ -128,11 +107,6 @@ class JSONLogHook(BuiltIn):
             path = self._requested_path or (run.path if run else Path()) / "log.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = JsonlFile(path, follow_links=self._requested_path is not None)
-            self._run_id = getattr(run, "id", None)
-            restored, self._restored = self._restored, {}
-            is_same_run = restored.get("run_id") == self._run_id  # it is another one in a fork
-            if restored.get("path") == str(path) and is_same_run:
-                move_end(self._file, restored["size"], path.with_suffix(".repeated.jsonl"))
             self._failed = False
         record = {"timestamp": utc_now(), "event": event}
         record.update((name, mask_secrets(to_jsonable(value))) for name, value in fields.items())

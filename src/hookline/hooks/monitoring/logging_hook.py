@@ -13,7 +13,7 @@ from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text
 from hookline.options import BuiltIn
 from hookline.runs.location import shorten_path
-from hookline.tensors.module_classes import module_class
+from hookline.tensors.name_patterns import module_class
 
 log = logging.getLogger("hookline.training")
 
@@ -43,7 +43,6 @@ class LoggingHook(BuiltIn):
         self._own_handler: tuple[logging.Handler, int] | None = None
 
     def on_train_start(self, model: Any, step: int, run: Any = None) -> None:
-        """Log what is trained."""
         self._started_at = time.monotonic()
         self._add_handler()
         size = sum(parameter.numel() for parameter in model.parameters())
@@ -70,7 +69,6 @@ class LoggingHook(BuiltIn):
         log.error("Training fails at step %d: %s: %s", step, type(exception).__name__, exception)
 
     def on_train_end(self, status: str, step: int) -> None:
-        """Log the status and the duration."""
         took = ""
         if self._started_at is not None:
             took = f" in {timedelta(seconds=int(time.monotonic() - self._started_at))}"

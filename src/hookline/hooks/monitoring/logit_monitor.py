@@ -66,7 +66,6 @@ class LogitMonitor(TrainingMonitor):
         self._values, self._step = {}, None
 
     def on_after_forward(self, outputs: Any, step: int) -> None:
-        """Measure the logits of a step's first batch, without waiting for the device."""
         if (step + 1) % self.every or self._step == step:
             return
         self._values, self._step = {}, step
@@ -90,7 +89,6 @@ class LogitMonitor(TrainingMonitor):
         return self.class_dim if -logits.ndim <= self.class_dim < logits.ndim else None
 
     def _warn(self, outputs: Any) -> None:
-        """Say once that there is nothing to measure."""
         if not self._warned:
             self._warned = True
             log.warning(

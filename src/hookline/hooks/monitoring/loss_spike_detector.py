@@ -101,7 +101,6 @@ class LossSpikeDetector(TrainingMonitor):
         self._write(run)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, the spike in progress and those that were recorded."""
         unread = [[step, epoch, float(loss), b] for step, epoch, loss, b in self._unread]
         return {
             "losses": list(self._losses),
@@ -111,7 +110,6 @@ class LossSpikeDetector(TrainingMonitor):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
         self._losses = deque(state["losses"], maxlen=self.window)
         self._unread = deque((step, epoch, loss, b) for step, epoch, loss, b in state["unread"])
         self._open = state["open"]

@@ -64,7 +64,6 @@ class ModuleMonitor(TrainingMonitor, Probe):
         self._reset_results()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Read all measurements at once, and log them."""
         if self._unseen and not self._warned:
             self._warned = True
             log.warning("%s", self._describe_unseen(listed(self._unseen)))

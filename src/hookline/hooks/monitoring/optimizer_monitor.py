@@ -95,7 +95,6 @@ class OptimizerMonitor(ParameterMonitor):
             made.measure(rms_ratio=self.rms_ratio, updates=self.updates)
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Read all measurements at once, and log them."""
         if not self._measured:
             return
         steps: list[_OptimizerStep] = [one for one in self._measured.values() if one.columns]

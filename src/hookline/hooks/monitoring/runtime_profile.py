@@ -24,13 +24,11 @@ class RuntimeProfile(BuiltIn):
 
     `profile/train/dl_<loader>/time_<phase>_ms` is the mean time since the last report of:
 
-    - `data`: from the end of a batch to the next one, without validation and checkpoints.
-    - `forward`: from there until the loss is computed.
-    - `backward`.
+    - `data`: from the end of a batch to the next one, without validation and checkpoints. In a bare
+      loop that does not load batches through its session, until the model is called.
+    - `forward`: from there until the model returns, the last time before backward.
+    - `backward`: from there until backward ends, with the loss.
     - `optimizer`: clipping, the step and its schedulers, in batches that complete a step.
-
-    In a bare loop that does not load batches through its session, `data` lasts until the model is
-    called, `forward` until it returns, and `backward` includes the loss; samples are not counted.
 
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are computed over the
     whole time except validation and checkpoints. `profile/memory_peak_mb` is the peak of allocated
@@ -51,8 +49,11 @@ class RuntimeProfile(BuiltIn):
     hookline_records = True
     hookline_optional_events = frozenset(
         {
-            *("on_train_batch_start", "on_train_batch_end", "on_before_backward"),
-            *("on_validation_end", "on_checkpoint_save"),
+            "on_train_batch_start",
+            "on_train_batch_end",
+            "on_before_backward",
+            "on_validation_end",
+            "on_checkpoint_save",
         }
     )
 
@@ -70,76 +71,54 @@ class RuntimeProfile(BuiltIn):
         self._throughput_since: float | None = None
         self._completes_step = self._has_batches = False
         self._loader = "train"
-        # Of the last call of the model, if the loop does not provide batches: how long data was
-        # waited for, and when it began and ended.
-        self._data_ms: float | None = None
-        self._forward: tuple[Timestamp, Timestamp | None] | None = None
-        # The same end, if the loop provides batches, until the forward phase is counted.
-        self._forward_end: Timestamp | None = None
-        self._is_forward_counted = False
-        self._unfinished = 0  # batches that backward has not run for
+        self._data_ms: float | None = None  # of the batch in progress
+        self._forward_begin: Timestamp = None
+        self._forward_end: Timestamp = None  # None after backward
         self._reset()
 
     def on_train_start(self, model: torch.nn.Module, step: int, tokens_seen: int = 0) -> None:
-        """Start the clock."""
         self._begin(device_of(model), step, tokens_seen)
         self._resume()
 
     def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
-        """Measure the time it took to load the batch, and start the forward phase."""
+        """End the data phase, and begin the forward phase."""
         self._has_batches = True
-        if self._forward_end is not None and self._unfinished:  # it loads batches before backward
-            self._clock.lap((self._loader, "forward"), self._forward_end)
-            self._is_forward_counted = True
-        self._forward_end = None
-        self._unfinished += 1
         if step != self._step:  # steps before were not measured, nor when loading began
-            self._step, self._tokens_before = step, tokens_seen
-            self._idle_since = self._throughput_since = None
+            self._tokens_before, self._throughput_since = tokens_seen, None
         self._loader = dataloader_name
-        if self._idle_since is not None:
-            data_ms = elapsed_ms(self._idle_since, perf_counter())
-            self._clock.add((dataloader_name, "data"), data_ms)
         self._completes_step = False
-        self._clock.start()
+        self._begin_forward(step)
 
     def on_before_forward(self, step: int) -> None:
         if not self._has_batches:
-            since = self._idle_since if step == self._step else None  # else steps were not measured
-            self._data_ms = None if since is None else elapsed_ms(since, perf_counter())
-            self._step = step
-            self._forward = self._clock.now(), None
+            self._begin_forward(step)
+
+    def _begin_forward(self, step: int) -> None:
+        since = self._idle_since if step == self._step else None
+        self._data_ms = None if since is None else elapsed_ms(since, perf_counter())
+        self._step = step
+        self._forward_begin, self._forward_end = self._clock.now(), None
 
     def on_after_forward(self) -> None:
-        if self._forward is not None:
-            self._forward = self._forward[0], self._clock.now()
-        elif self._has_batches:
-            self._forward_end = self._clock.now()
+        self._forward_end = self._clock.now()
 
     def on_before_backward(self) -> None:
-        self._forward_end = None
-        if self._is_forward_counted:
-            self._clock.start()
-        elif self._has_batches:
-            self._clock.lap((self._loader, "forward"))
+        if self._has_batches and self._forward_end is None:  # the model itself was not called
+            self._forward_end = self._clock.now()
 
     def on_after_backward(self) -> None:
-        """End the backward phase."""
-        if self._forward is not None:  # counted only here: evaluation calls the model, too
-            if self._data_ms is not None:
-                self._clock.add((self._loader, "data"), self._data_ms)
-            (begin, end), self._forward = self._forward, None
-            self._clock.start(begin)
-            self._clock.lap((self._loader, "forward"), end)
-            self._idle_since = perf_counter()
-        elif not self._has_batches:
+        """Count the phases of a batch: only here, since evaluation calls the model, too."""
+        if self._forward_begin is None or (self._forward_end is None and not self._has_batches):
             return  # the model was not called since the last backward
-        elif self._forward_end is not None:
+        if self._data_ms is not None:
+            self._clock.add((self._loader, "data"), self._data_ms)
+        self._clock.start(self._forward_begin)
+        if self._forward_end is not None:
             self._clock.lap((self._loader, "forward"), self._forward_end)
-            self._forward_end = None
-        self._is_forward_counted = False
-        self._unfinished = max(0, self._unfinished - 1)
         self._clock.lap((self._loader, "backward"))
+        self._data_ms = self._forward_end = None
+        self._forward_begin = self._clock.now()
+        self._idle_since = perf_counter()
 
     def on_before_optimizer_step(self) -> None:
         self._completes_step = True
@@ -157,7 +136,6 @@ class RuntimeProfile(BuiltIn):
         self._throughput_since = self._idle_since = now
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Log a report every N steps."""
         if not self._has_batches and self._completes_step:
             self._clock.lap((self._loader, "optimizer"))
             self._completes_step = False

@@ -20,7 +20,7 @@ from hookline.loop.random_state import (
     set_generator_state,
 )
 from hookline.tensors.device_numbers import read_tensors, widest_float
-from hookline.tensors.global_norm import global_norm
+from hookline.tensors.norms import global_norm
 from hookline.tensors.sharded import is_sharded, stored_values
 
 
@@ -28,13 +28,13 @@ class Sharpness(TrainingMonitor):
     """Measures the curvature of the loss along the gradient, gᵀHg / gᵀg.
 
     A step of gradient descent lowers the loss, to second order, while the learning rate is below 2
-    divided by it (see arXiv 2604.14108). The Hessian is not computed: the gradient is computed once
-    more, at weights that are moved a little along the gradient, and the difference of the two is
+    divided by it (see arXiv 2604.14108). The Hessian is not computed: the gradient is computed
+    again, there and at weights that are moved a little along it, and the difference of the two is
     divided by the distance. So it works with fused attention, which has no second derivative.
 
     The batch is that of the step, with the same dropout; of several batches, the last one. Weights,
     gradients, buffers, the scaler and random states are afterwards what they were, and other hooks
-    and probes do not see the additional calls of the model; `step_fn` or `loss_fn` is called once
+    and probes do not see the additional calls of the model; `step_fn` or `loss_fn` is called twice
     more. With DDP, the value is that of all processes' batches together.
 
     Logged are `sharpness/along_gradient`, and `sharpness/times_lr`, its product with the learning
@@ -48,9 +48,8 @@ class Sharpness(TrainingMonitor):
 
     every_name = "log_frequency"
     cost = (
-        "Nothing in steps without a report. In those, one more forward and backward (two under "
-        "gradient accumulation or `optimizer_every`), a copy of the weights and of the gradients, "
-        "and one wait for the device."
+        "Nothing in steps without a report. In those, two more forwards and backwards, a copy of "
+        "the weights, and one wait for the device."
     )
 
     def __init__(
@@ -60,7 +59,6 @@ class Sharpness(TrainingMonitor):
     ) -> None:
         self.every = every
         self.distance = distance
-        self._checked = False
         self._step: int | None = None
         self._batch: Any = None
         self._random: _RandomStates | None = None
@@ -81,15 +79,13 @@ class Sharpness(TrainingMonitor):
         parameters = parameters_of(optimizers)
         if any(is_sharded(parameter) for parameter in parameters):
             raise HookConfigError(
-                "Sharpness: the model's parameters are sharded (FSDP2), which is not supported. "
-                "Remove the hook, or train with DDP or in one process."
+                "Sharpness: the parameters are sharded (FSDP2). Remove the hook, or train with DDP."
             )
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters):
             raise HookConfigError(
-                "Sharpness: the model has parameters in half precision, which cannot be moved by "
-                "small distances. Train with precision='bf16' or 'fp16' and parameters in float32."
+                "Sharpness: the model has parameters in half precision. Train with "
+                "precision='bf16' or 'fp16' and parameters in float32."
             )
-        self._checked = True
 
     def _forget(self) -> None:
         self._batch = self._random = self._found = None
@@ -98,17 +94,16 @@ class Sharpness(TrainingMonitor):
         self, trainer: Any, batch: Any, step: int, optimizers: list[Any]
     ) -> None:
         if (step + 1) % self.every == 0:
-            if not self._checked:  # the hook was added during training
-                self._check(trainer, optimizers)
+            self._check(trainer, optimizers)  # also of a hook that was added during training
             self._forget()
             self._step, self._batch, self._random = step, batch, _RandomStates(trainer)
 
     def on_gradients_ready(self, trainer: Any, optimizers: list[Any]) -> None:
-        """Measure, before the first optimizer steps."""
         if self._batch is None or self._found is not None:
             return
-        parameters = [p for p in parameters_of(optimizers) if p.requires_grad]
-        parameters = [p for p in parameters if p.grad is not None]
+        parameters = [
+            p for p in parameters_of(optimizers) if p.requires_grad and p.grad is not None
+        ]
         if parameters:
             self._lr = float(optimizers[0].param_groups[0]["lr"])
             self._found = self._measure(trainer, parameters)
@@ -119,11 +114,9 @@ class Sharpness(TrainingMonitor):
         weights = [parameter.detach().clone() for parameter in parameters]
         processes = processes_of(trainer)
         try:
-            direction = [_dense(p.grad) for p in parameters if p.grad is not None]
-            if _has_other_gradients(trainer):
-                direction = self._gradients(trainer, parameters)
-                buffers.restore()
-                _average(direction, processes.size)
+            direction = self._gradients(trainer, parameters)
+            buffers.restore()
+            _average(direction, processes.size)
             length = global_norm(direction)
             # On the device: the distance is never read.
             distance = self.distance * global_norm([stored_values(weight) for weight in weights])
@@ -157,7 +150,6 @@ class Sharpness(TrainingMonitor):
         ]
 
     def on_step_end(self, trainer: Any, step: int) -> None:
-        """Log the result."""
         if self._batch is None:
             return
         found = self._found
@@ -211,16 +203,6 @@ class _Buffers:
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.copy_(value)
-
-
-def _has_other_gradients(trainer: Any) -> bool:
-    """Return whether `.grad` may have more than the gradient of the last batch, or be scaled."""
-    config = trainer.config
-    every = config.optimizer_every
-    every = every if isinstance(every, list | tuple) else [every or 1]
-    # When the first optimizer's gradients are ready, the scaler still scales those of the others.
-    is_scaled = len(trainer.optimizers) > 1 and trainer.strategy.scaler is not None
-    return config.accumulate > 1 or is_scaled or any(n != 1 for n in every)
 
 
 def _average(tensors: Sequence[Tensor], processes: int) -> None:

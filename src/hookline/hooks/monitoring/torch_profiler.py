@@ -70,7 +70,6 @@ class TorchProfiler(BuiltIn):
         self._start_cycle()
 
     def on_step_end(self, step: int) -> None:
-        """Advance the profiler by a step."""
         if self._profiler is None:
             return
         self._step = step
@@ -115,12 +114,7 @@ class TorchProfiler(BuiltIn):
                 "folder. Pass TorchProfiler(folder='…'), or set `runs` in the configuration."
             )
         folder = Path(run.path) / "profile" if self.folder is None else user_path(self.folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"TorchProfiler cannot write to {folder}: {error}. Choose another folder."
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _write(self, profiler: Any) -> None:

@@ -71,9 +71,7 @@ class Heartbeat(BuiltIn):
         if time.monotonic() >= self._due:
             self._beat(trainer)
 
-    def on_validation_batch_end(self, trainer: Any) -> None:
-        if time.monotonic() >= self._due:
-            self._beat(trainer)
+    on_validation_batch_end = on_step_end
 
     def on_train_end(self, trainer: Any) -> None:
         self._write(trainer)

@@ -1,19 +1,17 @@
 """Sender: HTTP requests in the background, which neither slow down nor stop training.
 
-URLs may contain secrets, so nothing that is logged here contains more of one than its host. For the
-same reason errors are logged by their type, without their text.
+URLs may contain secrets, so nothing that is logged here contains one. For the same reason errors
+are logged by their type, without their text.
 
-A redirect is not followed: it might lead out of HTTPS, and a POST would lose its message. What is
-logged names the host.
+A redirect is not followed: it might lead out of HTTPS, and a POST would lose its message.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from typing import Annotated, Any
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import SkipValidation
 
@@ -30,19 +28,17 @@ MAX_PAUSE = 30.0
 
 def checked_url(url: Any, option: str) -> str:
     """Return a valid URL; the error for others does not show them."""
-    if isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url:
-        try:
-            parts = urlsplit(url)
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname)
-            usable = usable and parts.port != 0  # reading it raises an error if it is not a number
-        except ValueError:  # its text contains the URL
-            usable = False
-        if usable:
-            return url
+    is_text = isinstance(url, str) and url.isascii() and url.isprintable() and " " not in url
+    try:
+        parts = urlsplit(url if is_text else "")
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return str(url)
+    except ValueError:  # of a port that is not a number; its text contains the URL
+        pass
     raise ConfigError(
         f"{option} is not a valid URL (it is not shown, because it may contain a secret). "
         "Expected a string such as https://host/path."
-    )
+    ) from None
 
 
 class Sender:
@@ -106,30 +102,12 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
             return None, False
     except HTTPError as error:
         error.close()
-        if 300 <= error.code < 400:
-            return _describe_redirect(error.code, error.url, error.headers["Location"]), False
+        is_redirect = 300 <= error.code < 400
+        redirect = ", a redirect, which is not followed: configure its URL" if is_redirect else ""
         can_retry = error.code >= 500 or error.code in (408, 429)
-        return f"the server responded with {error.code}", can_retry
+        return f"the server responded with {error.code}{redirect}", can_retry
     except Exception as error:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
             return f"no response within {timeout:g} seconds", True
-        kind = type(reason).__name__
-        # Errors of other modules (name resolution, SSL) use `errno` for numbers of their own.
-        if isinstance(reason, OSError) and reason.errno and type(reason).__module__ == "builtins":
-            kind += f", {os.strerror(reason.errno)}"
-        return kind, True
-
-
-def _describe_redirect(code: int, url: str | None, location: str | None) -> str:
-    """Return what the server said; of the URL it named only the host, the rest may be secret."""
-    try:
-        target = urlsplit(urljoin(url or "", location or ""))
-    except ValueError:
-        target = urlsplit("")
-    host = target.netloc.rpartition("@")[2]
-    to = f"{target.scheme}://{host}" if location and host else "no valid URL"
-    return (
-        f"the server responded with {code}, a redirect to {to}, which was not followed. If that is "
-        "the right server, configure its URL"
-    )
+        return type(reason).__name__, True

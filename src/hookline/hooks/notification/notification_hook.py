@@ -19,7 +19,7 @@ from hookline.hooks.metric_lookup import metrics_text, number_text
 from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.masking import mask_text
 from hookline.options import BuiltIn
-from hookline.tensors.module_classes import module_class
+from hookline.tensors.name_patterns import module_class
 
 log = logging.getLogger("hookline")
 
@@ -133,11 +133,9 @@ class NotificationHook(BuiltIn):
             self._sender = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far."""
         return {"best": None if self._best is None else list(self._best)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the best value, so that a resumed run reports only better ones."""
         best = state["best"]
         self._best = None if best is None else (float(best[0]), int(best[1]))
 

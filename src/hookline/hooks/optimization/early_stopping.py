@@ -163,14 +163,12 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         return value < than if self._mode == "min" else value > than
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters."""
         counters = {"wait_count": self.wait_count, "checked_at": self._checked_at}
         stop = {"stop_reason": self._stop_reason, "stop_patience": self._stop_patience}
         stop["stopped_epoch"] = self.stopped_epoch
         return {"best_score": self.best_score, **counters, **stop}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters."""
         self.best_score = state["best_score"]
         self.wait_count, self._checked_at = int(state["wait_count"]), int(state["checked_at"])
         self._stop_reason, self._stop_patience = state["stop_reason"], int(state["stop_patience"])

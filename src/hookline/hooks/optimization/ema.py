@@ -122,7 +122,6 @@ class EMA(BuiltIn):
         self._stepped = True
 
     def on_step_end(self) -> None:
-        """Update the average every N steps."""
         if not self._stepped:
             return
         self._stepped = False
@@ -159,7 +158,7 @@ class EMA(BuiltIn):
             raise TrainingError("There is no average yet, because training has not started.")
         state = dict(model.state_dict())
         cast: dict[str, Tensor] = {}  # tied parameters stay one tensor
-        for name, first in _names(model, self._include_buffers).items():
+        for name, first in _first_names(_tensors(model, self._include_buffers)).items():
             if name in state and first in self._averages:
                 average = self._averages[first]
                 cast.setdefault(first, average.detach().to(state[name].dtype, copy=True))
@@ -202,12 +201,18 @@ class EMA(BuiltIn):
     def _attach(self, model: nn.Module) -> None:
         self._model = model = _unwrapped(model)
         self._weights, self._frozen = {}, {}
-        known = dict(_tensors(model, self._include_buffers))
-        unknown = [name for name in self._averages if name not in known]
-        if unknown:
+        tensors = _tensors(model, self._include_buffers)
+        names = _first_names(tensors)
+        known = {name: tensors[name] for name in names.values()}
+        other = [
+            name
+            for name, average in self._averages.items()
+            if name not in known or known[name].shape != average.shape
+        ]
+        if other:
             raise TrainingError(
-                f"The average from the checkpoint has {listed(unknown[:5])}, which the model does "
-                "not have. Resume with the model of the run."
+                f"The average from the checkpoint has {listed(other, 5)}, which the model does not "
+                "have, or in another shape. Resume with the model of the run."
             )
         for name, tensor in known.items():
             is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
@@ -221,11 +226,6 @@ class EMA(BuiltIn):
         """Start the average of a tensor with the loaded value, or with its own."""
         dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
         loaded = self._averages.get(name)
-        if loaded is not None and loaded.shape != tensor.shape:
-            raise TrainingError(
-                f"The average of '{name}' from the checkpoint has shape {tuple(loaded.shape)}, but "
-                f"the model's has {tuple(tensor.shape)}. Resume with the model of the run."
-            )
         source = tensor.detach() if loaded is None else shard_like(loaded, tensor)
         self._averages[name] = source.to(tensor.device, dtype, copy=True)
         self._weights[name] = tensor
@@ -272,7 +272,7 @@ class EMA(BuiltIn):
         self, model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Replace the average by the training weights in a `state_dict` of the model."""
-        for name, first in _names(model, self._include_buffers).items():
+        for name, first in _first_names(_tensors(model, self._include_buffers)).items():
             kept = (self._training_weights or {}).get(first)
             if kept is not None and prefix + name in state:
                 state[prefix + name] = kept
@@ -280,11 +280,9 @@ class EMA(BuiltIn):
     # -- resuming ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the counters."""
         return {"averages": dict(self._averages), "updates": self.updates, "steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the averages; they move to the weights' device when training starts."""
         self._restore_weights()
         self._averages = dict(state["averages"])
         self.updates, self._steps = int(state["updates"]), int(state["steps"])
@@ -299,7 +297,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _select_adapter(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a model's state that is its active adapter of PEFT, if it has one."""
+    """Return only the state of a model's active adapter of PEFT, if it has one."""
     peft: Any = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         adapter = model.active_adapter
@@ -311,16 +309,14 @@ def _select_adapter(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     return selected
 
 
-def _tensors(model: nn.Module, buffers: bool) -> list[tuple[str, Tensor]]:
-    """Return what can be averaged; tied tensors once, with their first names."""
-    found: list[tuple[str, Tensor]] = list(model.named_parameters())
-    found += model.named_buffers() if buffers else ()
-    return [(n, t) for n, t in found if t.is_floating_point() or t.is_complex()]
+def _tensors(model: nn.Module, buffers: bool) -> dict[str, Tensor]:
+    """Return what can be averaged; tied tensors under each of their names."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found |= model.named_buffers(remove_duplicate=False) if buffers else ()
+    return {n: t for n, t in found.items() if t.is_floating_point() or t.is_complex()}
 
 
-def _names(model: nn.Module, buffers: bool) -> dict[str, str]:
-    """Return the first name of the tensor for every name, including those of tied tensors."""
-    first = {id(tensor): name for name, tensor in _tensors(model, buffers)}
-    every: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
-    every += model.named_buffers(remove_duplicate=False) if buffers else ()
-    return {name: first[id(tensor)] for name, tensor in every if id(tensor) in first}
+def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Return the first name of the tensor for every name."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors.items()}

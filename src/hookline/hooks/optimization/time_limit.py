@@ -1,4 +1,4 @@
-"""TimeLimit: stops training after a given time."""
+"""TimeLimit: stops training after some time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("hookline")
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _WORDS = re.compile(r"(\d+(?:\.\d+)?)\s*([dhms])")
-_CLOCK = re.compile(r"(?:(\d+)[-:])?(\d+):(\d\d):(\d\d)")
+_CLOCK = re.compile(r"(?:(\d+)[-:])?(\d+):([0-5]\d):([0-5]\d)")
 
 
 class TimeLimit(BuiltIn):
@@ -74,19 +74,15 @@ class TimeLimit(BuiltIn):
         if time.monotonic() >= self._end:
             self._stop(trainer, save=self._checkpoint)
 
-    def on_validation_end(self, trainer: Any) -> None:
-        if time.monotonic() >= self._end:
-            self._stop(trainer, save=self._checkpoint)
+    on_validation_end = on_step_end
 
     def on_train_end(self) -> None:
         self._before, self._started_at = self._seconds_so_far(), None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the training time so far."""
         return {"seconds": self._seconds_so_far()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the training time so far."""
         self._before = float(state["seconds"])
 
     def _seconds_so_far(self) -> float:
@@ -107,14 +103,11 @@ class TimeLimit(BuiltIn):
 
 
 def _seconds(option: str, value: str | float | timedelta) -> float:
-    seconds: float | None = None
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
-    elif isinstance(value, str):
-        seconds = _parse(value.strip())
-    elif not isinstance(value, bool):
-        seconds = float(value)
-    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+    else:
+        seconds = _parse(value.strip()) if isinstance(value, str) else float(value)
+    if isinstance(value, bool) or not 0 <= seconds < math.inf:
         raise ConfigError(
             f"TimeLimit: '{option}' is {show_value(value)}. Expected seconds, a timedelta, or a "
             "string such as '30m', '1h 30m', '12:00:00' or '2-12:00:00'."
@@ -122,15 +115,14 @@ def _seconds(option: str, value: str | float | timedelta) -> float:
     return seconds
 
 
-def _parse(text: str) -> float | None:
-    clock = _CLOCK.fullmatch(text)
-    if clock is not None:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        is_valid = minutes < 60 and seconds < 60
-        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds if is_valid else None
+def _parse(text: str) -> float:
+    """Return the seconds that a text stands for; NaN if it is not a time."""
+    if clock := _CLOCK.fullmatch(text):
+        days, hours, minutes, seconds = (int(group or 0) for group in clock.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
     if text and not _WORDS.sub("", text).strip():
         return math.fsum(float(number) * _UNITS[unit] for number, unit in _WORDS.findall(text))
     try:
         return float(text)  # a config file may quote a number
     except ValueError:
-        return None
+        return math.nan

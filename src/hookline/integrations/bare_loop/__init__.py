@@ -6,7 +6,6 @@ and `loop_checks` has what an unchanged loop does not provide, with the call on 
 does.
 """
 
-from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
-from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.bare_loop.session import LoadedCheckpoint, Session
 
 __all__ = ["LoadedCheckpoint", "Session"]

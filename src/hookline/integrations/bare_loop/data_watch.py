@@ -23,7 +23,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from torch.utils.hooks import RemovableHandle
 
-from hookline.integrations.bare_loop.loop_checks import CALLS
+from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements
 from hookline.integrations.bare_loop.loop_phases import Batch, LoopPhases
 from hookline.loop.evaluation import count_tokens
 from hookline.loop.model_watch import ModelCallback, is_compiled_in_place, models_in
@@ -60,6 +60,7 @@ class DataWatch:
     Args:
         session: starts training with the first batch.
         phases: begins and ends batches.
+        requirements: are told that there are batches.
         model: the model that the loop calls, or several.
         counts_tokens: whether tokens are counted.
 
@@ -68,9 +69,16 @@ class DataWatch:
     """
 
     def __init__(
-        self, session: Session, phases: LoopPhases, model: torch.nn.Module, *, counts_tokens: bool
+        self,
+        session: Session,
+        phases: LoopPhases,
+        requirements: Requirements,
+        model: torch.nn.Module,
+        *,
+        counts_tokens: bool,
     ) -> None:
         self._session, self._phases, self._model = session, phases, model
+        self._requirements = requirements
         self._counts_tokens = counts_tokens
         self.is_idle = self._sees_calls = self._counts_inputs = False
         self._handles: list[RemovableHandle] = []
@@ -167,7 +175,7 @@ class DataWatch:
             return
         self._current, number = found, self._number(found.dataset)
         self._is_taken = False
-        self._session.provides_batches()
+        self._requirements.provided.add("batches")
         self._phases.begin_batch(
             Batch(found.batch, found.index, number, "train"), waited=found.seconds
         )
@@ -182,7 +190,8 @@ class DataWatch:
             )
         self.is_idle = True
         self._delivered.clear()
-        self._phases.batch = self._current = None
+        self._current = None
+        self._phases.set_batch(None)
 
     def _choose(self, args: Any, kwargs: Any) -> _Delivery | None:
         """Return the batch that the model is called with; None if that cannot be told."""

@@ -286,24 +286,18 @@ class LoopChecks:
 
     def check_hooks(self) -> None:
         """Raise if hooks cannot see what they ask for, whatever the loop does; with all reasons."""
-        problems = self._closure_problems()
-        if problems:  # what else is known before training starts
-            raise LoopError(*problems, *self._requirements.unmet(self._hooks, ("config", "run")))
-
-    def _closure_problems(self) -> list[str]:
-        """Return a line for hooks on the gradients of LBFGS, which evaluates its closure often."""
         if not any(isinstance(each, torch.optim.LBFGS) for each in self._context.optimizers):
-            return []
+            return
         events = ("on_gradients_ready", "on_before_optimizer_step", "update")
         asking = [label for event in events for label in self._hooks.listeners(event, needed=True)]
         asking += self._hooks.required_arguments("on_step_end").get("grad_norm", [])
-        if not asking:
-            return []
-        return [
-            f"{', '.join(asking)} asks for the gradients that the optimizer uses, but LBFGS "
-            "evaluates its closure many times in a step. Remove the hook, or use "
-            "on_after_backward."
-        ]
+        if asking:
+            raise LoopError(
+                f"{', '.join(asking)} asks for the gradients that the optimizer uses, but LBFGS "
+                "evaluates its closure many times in a step. Remove the hook, or use "
+                "on_after_backward.",
+                *self._requirements.unmet(self._hooks, ("config", "run")),  # also known by now
+            )
 
     def check_versions(self, versions: Versions, optimizer: torch.optim.Optimizer) -> None:
         """Report gradients that the loop changed before on_gradients_ready could be fired."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -17,6 +18,9 @@ from hookline.integrations.bare_loop.optimizer_watch import (
     is_like_optimizer,
 )
 from hookline.loop.model_watch import ModelGroup, check_supported
+
+foreign_optimizers: WeakSet[Any] = WeakSet()
+"""Optimizers that a script steps though no model has their parameters: `Lint` says so."""
 
 
 def loop_parts(
@@ -45,13 +49,8 @@ def loop_parts(
 
 def _prepared_scaler(given: Any) -> torch.amp.GradScaler | None:
     """Return the scaler through which optimizers that Accelerate has prepared step."""
-    for optimizer in _listed(given):
-        is_prepared = any(
-            kind.__module__ == "accelerate.optimizer" for kind in type(optimizer).__mro__
-        )
-        if is_prepared and isinstance(optimizer.scaler, torch.amp.GradScaler):
-            return optimizer.scaler
-    return None
+    scalers = (getattr(optimizer, "scaler", None) for optimizer in _listed(given))
+    return next((each for each in scalers if isinstance(each, torch.amp.GradScaler)), None)
 
 
 def _listed(given: Any) -> Any:
@@ -88,21 +87,19 @@ def _one_module(models: Any) -> Any:
         raise ArgumentError(
             "attach(model, …) got no model: expected one or several torch.nn.Modules."
         )
-    for model in models:
-        if not isinstance(model, torch.nn.Module):
-            raise ArgumentError(
-                f"attach([model, …], …) takes torch.nn.Modules, not {describe_value(model)}."
-            )
     try:
         return models[0] if len(models) == 1 and not names else ModelGroup(models, names)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:  # of torch, for something else than modules and names
         raise ArgumentError(
-            f"attach({{name: model, …}}, …) takes names that a module may have: {error}."
+            "attach([model, …], …) takes torch.nn.Modules, and names that a module may have: "
+            f"{error}."
         ) from error
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside a wrapper, such as Accelerate's."""
+    if has_step_hooks(optimizer):
+        return optimizer
     inner = optimizer
     with suppress(Exception):  # of an object that is not an optimizer, or not torch's
         while not has_step_hooks(inner):
@@ -169,7 +166,7 @@ def _optimizers(given: Any, model: torch.nn.Module) -> list[Any]:
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ArgumentError("The same optimizer was given twice. Give each once.")
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(holds_any(optimizer, own) for optimizer in optimizers):
+    if not any(holds_any(each, own) or each in foreign_optimizers for each in optimizers):
         raise LoopError(
             "The optimizer holds none of this model's parameters. Attach the model that it trains, "
             "or make the optimizer after wrapping or moving the model."

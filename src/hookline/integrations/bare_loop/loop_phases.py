@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
 
 
-_OF_BATCH = ("current_batch", "batch", "batch_idx", "dataloader_idx", "dataloader_name")
+_OF_BATCH = ("batch", "batch_idx", "dataloader_idx", "dataloader_name")
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class LoopPhases:
         session: fires events.
         counts_tokens: whether tokens are counted.
         watch: watches model and optimizers; it ends the batches that complete a step.
+        batch: the batch in progress, or the last one; None if the loop does not tell of batches.
         validation: the means of the validation in progress; None outside of one.
         resumed_epoch: the epoch that was in progress when a checkpoint was saved.
         epoch_is_over: whether no epoch has begun since the last one.
@@ -61,7 +62,7 @@ class LoopPhases:
         self._requirements, self._count_tokens = requirements, count_tokens
         self.counts_tokens = count_tokens is not None
         self.watch: StepWatch
-        self._batch: Batch | None = None
+        self.batch: Batch | None = None
         self.validation: Means | None = None
         self._validation_began = 0.0
         self.resumed_epoch: int | None = None
@@ -101,30 +102,25 @@ class LoopPhases:
 
     # -- batches ----------------------------------------------------------------------------------
 
-    @property
-    def batch(self) -> Batch | None:
-        """The batch in progress, or the last one; None if the loop does not tell of batches."""
-        return self._batch
-
-    @batch.setter
-    def batch(self, batch: Batch | None) -> None:
-        context, had_batch = self._loop.context, self._batch is not None
-        self._batch = batch
+    def set_batch(self, batch: Batch | None) -> None:
+        """Set the batch in progress; None if the loop does not tell of one."""
+        context = self._loop.context
         if batch is not None:
-            context.current_batch = batch
+            self.watch.losses.of_batch = None if batch.ended else []
             context.batch, context.batch_idx = batch.batch, batch.index
             context.dataloader_idx, context.dataloader_name = batch.loader_idx, batch.loader_name
-        elif had_batch:
+        elif self.batch is not None:
+            self.watch.losses.of_batch = None
             for name in _OF_BATCH:
                 context.provide(name, None)
+        self.batch = batch
 
     def begin_batch(self, batch: Batch, *, waited: float | None = None) -> None:
         """Begin a batch, of training or validation; `waited` are the seconds that loading took."""
         watch, trains = self.watch, self.validation is None
         if trains and watch.times.timed:
             watch.times.begin_batch(waited)
-        self.batch = batch
-        watch.losses.batch_begins()
+        self.set_batch(batch)
         if self._count_tokens is not None and (n := self._count_tokens(batch.batch)) is not None:
             batch.tokens = n
             self._requirements.provided.add("tokens")
@@ -140,7 +136,7 @@ class LoopPhases:
             return
         batch.ended = True
         if watch.times.timed:
-            watch.times.end_part()
+            watch.times.end_micro_batch()
         if self.validation is not None:
             context.event_metrics = Metrics(batch.logged)
             context.provide("loss", batch.logged.get("loss"))
@@ -156,6 +152,7 @@ class LoopPhases:
             more = self.other_metrics() if wants_more and self.other_metrics is not None else {}
             context.event_metrics = Metrics({**known, **batch.logged, **more})
             self.session.fire("on_train_batch_end")
+        watch.losses.of_batch = None
 
     def add_tokens(self, tokens: int) -> None:
         """Count tokens that are trained on."""

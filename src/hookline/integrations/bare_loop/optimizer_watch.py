@@ -1,13 +1,15 @@
 """Steps of optimizers: torch's are watched by their own hooks, of others `step` is replaced.
 
 An optimizer is any object with `param_groups`, `step` and `zero_grad`. One that `attach` was not
-given is found when it steps parameters of the model.
+given is found when it steps parameters of the model. `StepRule` says when a step with several has
+ended.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from hookline.errors import ArgumentError, NotProvidedError
 from hookline.loop.model_watch import keep_out_of_graphs
 from hookline.loop.patches import WrappedMethods, calling_frames
+
+log = logging.getLogger("hookline")
 
 StepCallback = Callable[[Any, Any, Any], Any]
 """Called with the optimizer, its arguments with itself first, and keywords; see PyTorch's hooks."""
@@ -126,6 +130,53 @@ class OptimizerWatch:
         self._handles.clear()
         self._wrapped.restore()
         self._before = self._after = _do_nothing  # or a cycle would keep their owner
+
+
+class StepRule:
+    """Decides which optimizers have to step before a step has ended.
+
+    All of them have to; or, as soon as one steps again before another one has, the step of that
+    one ends each step from then on.
+
+    Args:
+        optimizers: the optimizers, as `attach` knows them; more may be appended.
+        ends_with: the number of the optimizer whose step ends a step, where the user has said so.
+
+    Attributes:
+        ends_with: the number of the optimizer whose step ends a step; None if all of them have to.
+        ends_with_batch: whether another library's trainer says when a step has ended.
+        may_grow: whether optimizers that nobody has seen yet may step.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], ends_with: int | None = None) -> None:
+        self._optimizers = optimizers
+        self.ends_with = ends_with
+        self.ends_with_batch = self.may_grow = False
+
+    def is_complete(self, stepped: Collection[int]) -> bool:
+        """Return whether a step has ended in which these optimizers have stepped."""
+        if self.ends_with is not None:
+            return self.ends_with in stepped
+        return len(stepped) == len(self._optimizers) and not self.may_grow
+
+    def repeat(self, i: int, stepped: Collection[int]) -> bool:
+        """Learn from an optimizer that steps again; return whether the step ended before that."""
+        if self.ends_with_batch or self.ends_with is not None:
+            return False
+        if len(stepped) < len(self._optimizers):
+            self.ends_with = i
+            log.info(
+                "Optimizer %d (%s) steps again before the others have stepped: from now on, its "
+                "step ends a step. To say so at once: attach(…, step_of=optimizer).",
+                *(i, type(self._optimizers[i]).__name__),
+            )
+        self.may_grow = False
+        return True
+
+    def load(self, ends_with: int | None) -> None:
+        """Restore what a checkpoint has of the rule, unless the user has said otherwise."""
+        if self.ends_with is None and ends_with is not None and ends_with < len(self._optimizers):
+            self.ends_with = ends_with
 
 
 def _do_nothing(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from multiprocessing import parent_process
@@ -72,11 +73,10 @@ from hookline.loop.processes import is_main_process, local_rank
 from hookline.loop.random_state import describe_random_state, restore_random_state
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
-from hookline.loop.signals import HeldTermination, TerminationWatch
+from hookline.loop.signals import TerminationWatch
 from hookline.loop.state import SavedAttributes, StateItem
 
 if TYPE_CHECKING:
-    from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
     from hookline.integrations.bare_loop.session_saves import SessionSaves
     from hookline.runs.identity import Identity
     from hookline.runs.run import Kind, Run
@@ -90,6 +90,37 @@ _STATE = (  # what a checkpoint of the loop's own, or of another library, has of
     *("hooks", "attributes", "disabled", "step", "best_accuracy", "run", "logged", "unreported"),
     *("means", "tokens_seen", "epoch", "step_of"),
 )
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint that was loaded into a bare loop, which continues its data from here.
+
+    Attributes:
+        path: the checkpoint.
+        step: completed steps.
+        epoch: the epoch in progress, or the next one after the end of an epoch; None if the loop
+            did not provide epochs.
+        extra: what the loop gave to `save_checkpoint(extra=…)`.
+    """
+
+    path: Path
+    step: int
+    epoch: int | None
+    extra: dict[str, Any]
+    _random: Mapping[str, Any] | None = field(repr=False)
+    _device: torch.device = field(repr=False)
+
+    def restore_random_state(self) -> None:
+        """Restore the random states of Python, NumPy and torch once more.
+
+        Loading has restored them. Call this before the next step if the loop draws random numbers
+        to find its data again, such as by iterating over a shuffled loader. Of several processes,
+        each has its own states if all of them have saved together. If rank 0 has saved alone, the
+        others keep theirs.
+        """
+        if self._random is not None:
+            restore_random_state(dict(self._random), self._device)
 
 
 class Session:
@@ -167,11 +198,11 @@ class Session:
         self.started = self.has_failed_to_start = False
         self.has_ended = self.is_in_block = self.is_quiet = False
         self._has_left = False  # hooks are called no more
-        self._warned_late_log = self._warned_no_run = False
+        self._warned_no_run = False
         if optimizers:
             self._describe()
             for other in list(_attached):
-                if self._trains_like(other) and self.is_equal_to(other):
+                if self._trains_like(other) and self.describe() == other.describe():
                     self.replace(other)
             self._connect()
 
@@ -212,19 +243,15 @@ class Session:
         )
         return mine == others and not other.has_ended and not other.is_in_block
 
-    def is_equal_to(self, other: Session) -> bool:
-        """Return whether another session has equal hooks, in name, class and options, and runs."""
+    def describe(self) -> str:
+        """Return what makes two sessions equal: their hooks with options, and where they write."""
         from hookline.runs.jsonable import canonical_json
 
-        return canonical_json(self.describe()) == canonical_json(other.describe())
-
-    def describe(self) -> list[Any]:
-        """Return what makes two sessions equal: their hooks, and where they write."""
         hooks = [
             [hook.name, hook.cls, hook.schedule, hook.events, hook.unmasked_options]
             for hook in self.hooks.describe()
         ]
-        return [*hooks, self._runs, self.name]
+        return canonical_json([*hooks, self._runs, self.name])
 
     def replace(self, other: Session) -> None:
         """End a session that was attached by an equal call, so that hooks are called once."""
@@ -264,7 +291,10 @@ class Session:
         state.late.expects_optimizers, state.late.expects_scaler = not is_given, True
         if self._finds_batches:
             counts = not self._requirements.counts_batches and self._phases.counts_tokens
-            self._data = DataWatch(self, self._phases, self.model, counts_tokens=counts)
+            requirements = self._requirements
+            self._data = DataWatch(
+                self, self._phases, requirements, self.model, counts_tokens=counts
+            )
         watch = self._watch = self._phases.watch = StepWatch(
             self,
             self._requirements,
@@ -350,7 +380,7 @@ class Session:
 
     def _leave_loop(self) -> None:
         """Undo all that was attached, and close the run; Ctrl-C and SIGTERM wait for that."""
-        with HeldInterrupts(), HeldTermination():
+        with HeldInterrupts(), HeldInterrupts(Signals.SIGTERM):
             self.loop.phase = Phase.IDLE
             self._undo.close()
 
@@ -648,12 +678,9 @@ class Session:
         finally:
             if self.started and together:  # in all processes or in none: a hook of rank 0 may save
                 self._make_saves()
-                loop.checkpoints.serve_end(self._fire_end)
+                loop.checkpoints.serve_end(lambda: self.fire("on_train_end"))
             elif self.started:
-                self._fire_end()
-
-    def _fire_end(self) -> None:
-        self.fire("on_train_end")
+                self.fire("on_train_end")
 
     def _finish_checkpoints(self, *, together: bool) -> None:
         """Save what was requested, and report it, also to the other processes."""
@@ -751,7 +778,9 @@ class Session:
             from hookline.integrations.bare_loop.session_saves import SessionSaves
 
             self._saves = SessionSaves(self.loop, self._watch)
-            self._watch.count_calls()
+            self._watch.always_counts_calls = True  # saves happen between them
+            if not self.has_ended:
+                self._watch.watch_model()
         self._watch.has_boundary_work = True
         return self._saves
 
@@ -887,15 +916,7 @@ class Session:
             name: the loader's name; "train", or "val" within `validation()`.
             idx: its number, where a loop has several.
         """
-        try:
-            batches = iter(loader)
-        except TypeError:
-            raise ArgumentError(
-                f"session.batches(loader) takes anything to iterate over, not "
-                f"{describe_value(loader)}."
-            ) from None
-        if name is not None:
-            check_instance("batches(…, name=…)", name, str, "the loader's name or None")
+        batches = iter(loader)
         self.begin()
         self._requirements.provided.add("batches")
         phases = self._phases
@@ -914,11 +935,7 @@ class Session:
                 break
             if trains:
                 self.reach_boundary()
-        phases.batch = None
-
-    def provides_batches(self) -> None:
-        """Note that hooks get the batches of the loop."""
-        self._requirements.provided.add("batches")
+        phases.set_batch(None)
 
     def sample_indices(self, loader_idx: int, batch_idx: int) -> Any:
         """Return the indices of the batch in progress in its dataset; None if unknown.
@@ -960,7 +977,8 @@ class Session:
         self.reach_boundary()
         self._requirements.provided.add("validation")
         phases, ranks = self._phases, self.loop.ranks
-        training_batch, phases.batch = phases.batch, None
+        training_batch, losses = phases.batch, self._watch.losses.of_batch
+        phases.set_batch(None)
         means = phases.begin_validation()
         together = ranks.begin_validation()
         try:
@@ -969,7 +987,8 @@ class Session:
             phases.end_validation(ranks.means(means) if together else means.means())
         finally:
             phases.leave_validation()
-            phases.batch = training_batch
+            phases.set_batch(training_batch)
+            self._watch.losses.of_batch = losses
         if together:
             self._agree()
 
@@ -985,8 +1004,7 @@ class Session:
             raise ArgumentError(f"A loss is a tensor with one element, not {describe_value(loss)}.")
         if not loss.requires_grad:
             raise ArgumentError("The loss has no gradient: it was computed from no parameter.")
-        if type(accumulate) is not int or not 1 <= accumulate <= sys.maxsize:
-            check_whole_number("backward(…, accumulate=…)", accumulate, 1, sys.maxsize)
+        check_whole_number("backward(…, accumulate=…)", accumulate, 1, sys.maxsize)
         self.begin()
         self._requirements.provided.add("backward")
         divided = loss / accumulate if accumulate != 1 else loss
@@ -1027,14 +1045,7 @@ class Session:
         """
         self._check_optimizer("clip", optimizer)
         norm: Any = max_norm  # a tensor works, too, and infinity only measures
-        if isinstance(norm, torch.Tensor):
-            has_data = norm.layout is torch.strided and not norm.is_meta
-            if norm.numel() != 1 or norm.is_complex() or not has_data:
-                raise ArgumentError(
-                    f"clip(max_norm) is {describe_value(norm)}; expected a number, or a tensor "
-                    "with one element that is a real number."
-                )
-        elif not (isinstance(norm, float) and norm == inf):
+        if not isinstance(norm, torch.Tensor) and norm != inf:
             check_number("clip(max_norm)", norm, 0)
         self.updates(optimizer)
         norms: list[torch.Tensor] = []
@@ -1096,10 +1107,7 @@ class Session:
         check_flag("save_checkpoint(…, wait=…)", wait)
         check_flag("save_checkpoint(…, weights_only=…)", weights_only)
         if weights_only and extra:
-            raise LoopError(
-                "save_checkpoint(…) got `extra`, which `load_checkpoint` returns, and "
-                "`weights_only=True`: such a checkpoint cannot be resumed from. Give one of them."
-            )
+            raise LoopError("save_checkpoint(…, weights_only=True) has no place for `extra`.")
         request = SaveRequest(folder, weights_only)
         if self.loop.is_forked:
             return None
@@ -1208,23 +1216,32 @@ class Session:
         self.loop.state.restore({name: state[name] for name in _STATE if name in state})
         self._restored = path, state
 
-    def notify_checkpoint_saved(self, path: Any) -> None:
-        """Fire `on_checkpoint_save`: the loop has written a complete checkpoint of its own."""
+    def notify_checkpoint_saved(
+        self, path: Any, *, step: int | None = None, epoch: int | None = None
+    ) -> None:
+        """Fire `on_checkpoint_save`: the loop has written a complete checkpoint of its own.
+
+        Args:
+            path: the checkpoint.
+            step: after which step it was written, in this epoch; by default after the last one.
+            epoch: the epoch.
+        """
         check_path("notify_checkpoint_saved(path)", path, "the checkpoint")
+        if step is not None:
+            check_whole_number("notify_checkpoint_saved(…, step=…)", step)
+        elif epoch is not None:
+            raise ArgumentError("notify_checkpoint_saved(…, epoch=…) needs `step`, too.")
         self.begin()
         self._requirements.provided.add("checkpoint")
-        self._report_checkpoint(path, self.step, self.loop.context.known("epoch"))
-
-    def _report_checkpoint(self, path: Any, step: int, epoch: int | None) -> None:
-        """Report a checkpoint that the loop, or another library, has written after this step."""
         if self._has_left:
             return
-        loop, tokens = self.loop, self.loop.context.known("tokens_seen")
+        loop, context = self.loop, self.loop.context
+        is_latest = step is None or step == self.step
         report_checkpoint(
-            *(loop.context, self.hooks, loop.record, path),
-            step=step,
-            epoch=epoch,
-            tokens_seen=tokens if step == self.step else None,
+            *(context, self.hooks, loop.record, path),
+            step=self.step if step is None else step,
+            epoch=context.known("epoch") if step is None else epoch,
+            tokens_seen=context.known("tokens_seen") if is_latest else None,
         )
         self._event_ended()
 
@@ -1307,13 +1324,6 @@ class Session:
             self._log_in_step(f"train/{name}", value, is_late=is_late)
         if batch is not None and not is_late:
             batch.logged[name] = LazyFloat(value) if isinstance(value, torch.Tensor) else value
-        elif is_late and self.hooks.dispatchers.on_train_batch_end and not self._warned_late_log:
-            self._warned_late_log = True
-            log.warning(
-                "session.log('%s') was called after optimizer.step(), when on_train_batch_end had "
-                "been fired: the value counts for the epoch only. Log before the step.",
-                name,
-            )
 
     def _log_in_step(self, name: str, value: Any, *, is_late: bool) -> None:
         """Record a number of the step in progress, or of one that has been recorded already."""

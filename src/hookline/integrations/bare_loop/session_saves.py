@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from hookline.checkpoint import Checkpoint, find_checkpoint
 from hookline.checkpoint.folder import load_checkpoint
 from hookline.errors import CheckpointError, LoopError
-from hookline.integrations.bare_loop.loaded_checkpoint import LoadedCheckpoint
 from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer, has_step_hooks
+from hookline.integrations.bare_loop.session import LoadedCheckpoint
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.event_context import device_of

@@ -12,20 +12,19 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hookline.context import NO_LOSS, LazyFloat
 from hookline.integrations.bare_loop.loop_checks import Requirements
-from hookline.loop.event_context import EventContext
+from hookline.loop.event_context import EventContext, Versions
 from hookline.loop.model_watch import ModelGroup
 
 log = logging.getLogger("hookline")
 
 _HAS_DIVISOR = ("Div", "Mul", "ToCopy", "Compiled")  # operations that may divide, or hide it
-_NONE, _SINGLE = Counter[int](), Counter({0: 1})  # losses by turn; those of a single backward
+_NONE, _SINGLE = Counter[int](), Counter({0: 1})  # losses by `steps_before`; of one backward
 
 _OF_SEVERAL = (
     ". Each of the named optimizers has a loss of its own, which a run records as "
@@ -34,29 +33,33 @@ _OF_SEVERAL = (
 )
 
 
-@dataclass(slots=True)
-class BackwardLoss:
-    """The loss of one backward.
+class Backward:
+    """One backward of the loop.
 
     Attributes:
-        loss: the tensor, unscaled; None if it is not a single number.
+        loss: what it was called on, unscaled; None if that is not a single number.
+        versions: the gradients before it, by optimizer.
+        scaler: what has multiplied the loss; None without a scaler.
         given: whether the loop gave its own loss (`session.backward`).
-        divisor: the constant that it was divided by last; None without one.
+        divisor: the constant that the loss was divided by last; None without one.
         compiled: whether it comes out of a compiled function, which hides a division.
         known_divisor: the number that it was divided by, where another library says so.
-        scaler: what has multiplied it; None without a scaler.
-        turn: how many times optimizers have stepped before it, in its step.
+        steps_before: how many times optimizers have stepped before it, in its step.
         is_plain: whether nothing of this matters, as in most loops.
     """
 
-    loss: torch.Tensor | None
-    given: bool = False
+    given = compiled = is_plain = False  # of the class: setting few attributes is faster
     divisor: float | None = None
-    compiled: bool = False
     known_divisor: float | None = None
-    scaler: torch.amp.GradScaler | None = None
-    turn: int = 0
-    is_plain: bool = False
+    steps_before = 0
+
+    def __init__(
+        self,
+        loss: torch.Tensor | None,
+        versions: list[Versions],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.loss, self.versions, self.scaler = loss, versions, scaler
 
 
 class StepLosses:
@@ -70,9 +73,11 @@ class StepLosses:
 
     Attributes:
         wanted: whether the losses of an unchanged loop are read.
-        turns: the optimizers that have stepped, while the step goes on with others.
+        stepped: the optimizers that have stepped, while the step goes on with others.
+        of_batch: the backwards of the batch in progress; None if there is none.
         named: the losses of the step that has ended, with their names, if each optimizer has its
             own; else nothing.
+        plain_kind: the class of the last operation of losses that are not divided, as far as known.
         divisor: the number that each loss is divided by from now on, where another library says so.
     """
 
@@ -84,54 +89,57 @@ class StepLosses:
         accumulated_batches: int = 0,
     ) -> None:
         self.wanted = False
-        self.turns: list[int] = []
+        self.stepped: list[int] = []
         self.named: list[tuple[str, torch.Tensor]] = []
+        self.of_batch: list[Backward] | None = None
         self._is_separate = bool(context.optimizer_names) and isinstance(context.model, ModelGroup)
         self.divisor: float | None = None
         self._context, self._requirements = context, requirements
         self._divided = divided
-        self._step: list[BackwardLoss] = []
-        self._batch: list[BackwardLoss] = []
-        self._first: list[BackwardLoss] = []
+        self._step: list[Backward] = []
+        self._first: list[Backward] = []
         self._group = accumulated_batches  # the number that a whole step has divided by
         self._is_known = False  # whether a step with several backwards has ended
-        self._counts = _NONE  # backwards of the step that ends, by turn
+        self.plain_kind: type | None = None
+        self._counts = _NONE  # backwards of the step that ends, by how many optimizers had stepped
 
     @property
     def _has_no_mean(self) -> bool:
         """Whether there is no loss of the step: named optimizers have one each."""
         return self._is_separate and len(self._context.optimizer_names) > 1
 
-    def read(self, loss: torch.Tensor | None, scaler: torch.amp.GradScaler | None) -> BackwardLoss:
-        """Return the loss of a backward that begins, and by what it was divided and multiplied."""
-        scaler = None if scaler is None or not scaler.is_enabled() else scaler
+    def look_at(self, backward: Backward) -> None:
+        """Find out by what the loss of a backward that begins was divided and multiplied."""
+        loss, scaler = backward.loss, backward.scaler
+        if scaler is not None and not scaler.is_enabled():
+            backward.scaler = scaler = None
         if loss is None or self._divided is False or self.divisor is not None:
-            return BackwardLoss(loss, scaler=scaler)
+            return
         is_scaled = scaler is not None
+        kind = type(loss.grad_fn)
         # The class of a node has its name, which `node.name()` makes anew in each call.
-        if not is_scaled and not type(loss.grad_fn).__name__.startswith(_HAS_DIVISOR):
-            return BackwardLoss(loss)
-        divisor = find_divisor(loss, is_scaled=is_scaled)
-        compiled = divisor is None and is_compiled(loss, is_scaled=is_scaled)
-        return BackwardLoss(loss, divisor=divisor, compiled=compiled, scaler=scaler)
+        if not is_scaled and not kind.__name__.startswith(_HAS_DIVISOR):
+            self.plain_kind = kind
+        else:
+            backward.divisor = find_divisor(loss, is_scaled=is_scaled)
+            backward.compiled = backward.divisor is None and is_compiled(loss, is_scaled=is_scaled)
 
-    def add(self, seen: BackwardLoss, *, had_gradients: bool) -> None:
-        """Add the loss of a backward, before which there were gradients or none."""
+    def add(self, seen: Backward) -> None:
+        """Add the loss of a backward that has ended."""
         if seen.loss is not None:
             seen.loss = seen.loss.detach()
-            if seen.scaler is not None:
+            if seen.scaler is not None and not seen.given:
                 seen.loss = _unscaled(seen.loss, seen.scaler)
         # Gradients were dropped since the last backward, if there was one: it had no step.
-        if not had_gradients and not self.turns:
+        if self._step and not self.stepped and not any(seen.versions):
             self._step.clear()
-        if self.divisor is not None or self.turns:
-            seen.known_divisor, seen.turn = self.divisor, len(self.turns)
+        if self.divisor is not None or self.stepped:
+            seen.known_divisor, seen.steps_before = self.divisor, len(self.stepped)
         elif seen.loss is not None and seen.divisor is None and not seen.compiled:
             seen.is_plain = True
         self._step.append(seen)
-        batch = self._context.known("current_batch")
-        if batch is not None and not batch.ended:  # else nobody asks for it, or clears it
-            self._batch.append(seen)
+        if self.of_batch is not None:
+            self.of_batch.append(seen)
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Divide the step's losses by the scale of a scaler that was not known at backward."""
@@ -139,36 +147,32 @@ class StepLosses:
             if seen.loss is not None and seen.scaler is None and not seen.given:
                 seen.loss, seen.scaler = _unscaled(seen.loss, scaler), scaler
 
-    def take_latest(self) -> list[BackwardLoss]:
-        """Take the losses since the last turn out of the step: they are of the next one."""
-        later = [seen for seen in self._step if seen.turn == len(self.turns)]
-        self._step = [seen for seen in self._step if seen.turn != len(self.turns)]
+    def take_latest(self) -> list[Backward]:
+        """Take out the losses since the latest optimizer step: they are of the next one."""
+        later = [seen for seen in self._step if seen.steps_before == len(self.stepped)]
+        self._step = [seen for seen in self._step if seen.steps_before != len(self.stepped)]
         return later
 
-    def put_back(self, losses: list[BackwardLoss]) -> None:
+    def put_back(self, losses: list[Backward]) -> None:
         """Let losses be the first ones of a step."""
         for seen in losses:
-            seen.turn = 0
+            seen.steps_before = 0
         self._step = losses
 
     def keep_first(self) -> None:
         """Keep the loss of a closure's first evaluation as that of the step."""
         self._first = list(self._step)
 
-    def batch_begins(self) -> None:
-        """Forget the losses of the batch before."""
-        self._batch.clear()
-
     def set_batch_loss(self) -> LazyFloat | None:
         """Set the context's loss to that of the batch that ends; return it."""
-        self._set(self._batch, self._counts)
+        self._set(self.of_batch or [], self._counts)
         loss: LazyFloat | None = self._context.known("loss")
         return loss
 
     def set_step_loss(self) -> None:
         """Set the context's loss to that of the step."""
         losses = self._first or self._step
-        self._set(losses, _count_turns(losses))
+        self._set(losses, _count_by_step(losses))
 
     def end_step(self) -> None:
         """Learn whether losses are divided, and add the step's loss to the means."""
@@ -180,10 +184,10 @@ class StepLosses:
             means.add("train/loss", plain)
             self._counts, self._requirements.why_no_loss = _SINGLE, ""
             return
-        self._counts = _count_turns(losses)
+        self._counts = _count_by_step(losses)
         if len(losses) > 1 or self._divided:
-            for turn in self._counts:
-                self._learn([seen for seen in losses if seen.turn == turn])
+            for count in self._counts:
+                self._learn([seen for seen in losses if seen.steps_before == count])
         if names:
             self._is_separate |= len(self._counts) > 1
         own = self._set(losses, self._counts)
@@ -196,9 +200,9 @@ class StepLosses:
                 means.add("train/loss", loss)
             return
         # A mean over losses of different optimizers means nothing.
-        of_turn = [f"train/loss/{names[i]}" for i in self.turns or [0]]
-        turns = [seen.turn for seen in losses]
-        self.named = [(of_turn[turn], loss) for turn, loss in zip(turns, own, strict=True)]
+        names_of_steps = [f"train/loss/{names[i]}" for i in self.stepped or [0]]
+        places = [seen.steps_before for seen in losses]
+        self.named = [(names_of_steps[i], loss) for i, loss in zip(places, own, strict=True)]
         for name, loss in self.named:
             means.add(name, loss)
 
@@ -207,13 +211,13 @@ class StepLosses:
         self._step.clear()
         self._first = []
         self._counts = _NONE
-        self.turns.clear()
+        self.stepped.clear()
         self.named = []
 
     # -- losses that the loop has divided ---------------------------------------------------------
 
-    def _learn(self, losses: list[BackwardLoss]) -> None:
-        """Find out from the backwards of a whole turn whether losses are divided; say so once."""
+    def _learn(self, losses: list[Backward]) -> None:
+        """Find out from the backwards of an optimizer step whether losses are divided; say so."""
         count = len(losses)
         if self._divided:
             self._group = max(self._group, count)
@@ -235,12 +239,12 @@ class StepLosses:
             )
         self._is_known = True
 
-    def _divisor(self, seen: BackwardLoss, count: int) -> float | None:
+    def _divisor(self, seen: Backward, count: int) -> float | None:
         """Return what this loss was divided by for accumulation; None if that is not known.
 
         Args:
             seen: the loss.
-            count: the number of backwards in its turn; 0 while the step is in progress.
+            count: the number of backwards of the optimizer step; 0 while it is in progress.
         """
         if seen.known_divisor is not None:
             return seen.known_divisor
@@ -255,18 +259,18 @@ class StepLosses:
             return seen.divisor
         return 1.0
 
-    def _set(self, losses: list[BackwardLoss], counts: Counter[int]) -> list[torch.Tensor]:
+    def _set(self, losses: list[Backward], counts: Counter[int]) -> list[torch.Tensor]:
         """Set the context's loss to the mean of these losses, undivided; return them."""
         context, absent = self._context, self._requirements
         first = losses[0].loss if len(losses) == 1 and not self._has_no_mean else None
-        if first is not None and self._divisor(losses[0], counts[losses[0].turn]) == 1.0:
+        if first is not None and self._divisor(losses[0], counts[losses[0].steps_before]) == 1.0:
             context.loss, absent.why_no_loss = LazyFloat(first), ""  # as in most loops
             return [first]
         context.provide("loss", None)
         absent.why_no_loss = ""
         own: list[torch.Tensor] = []
         for seen in losses:
-            divisor = self._divisor(seen, counts[seen.turn])
+            divisor = self._divisor(seen, counts[seen.steps_before])
             if seen.loss is not None and divisor is not None:
                 own.append(seen.loss if divisor == 1.0 else seen.loss * divisor)
             elif seen.loss is not None:
@@ -295,10 +299,10 @@ class StepLosses:
         return own
 
 
-def _count_turns(losses: list[BackwardLoss]) -> Counter[int]:
-    """Return how many losses there are in each turn of a step."""
-    is_single = len(losses) == 1 and not losses[0].turn
-    return _SINGLE if is_single else Counter(seen.turn for seen in losses)
+def _count_by_step(losses: list[Backward]) -> Counter[int]:
+    """Return how many losses there are before each optimizer step."""
+    is_single = len(losses) == 1 and not losses[0].steps_before
+    return _SINGLE if is_single else Counter(seen.steps_before for seen in losses)
 
 
 def _unscaled(loss: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:

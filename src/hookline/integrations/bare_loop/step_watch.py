@@ -19,13 +19,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as active_dynamo
 
 from hookline.context import LazyFloat
-from hookline.integrations.bare_loop.backward_watch import backward_patch
 from hookline.integrations.bare_loop.loop_checks import (
     HookNeeds,
     LoopChecks,
@@ -34,19 +33,19 @@ from hookline.integrations.bare_loop.loop_checks import (
 from hookline.integrations.bare_loop.optimizer_watch import (
     AwaitedOptimizer,
     OptimizerWatch,
+    StepRule,
     hold_all,
     holds_any,
 )
-from hookline.integrations.bare_loop.scaler_watch import scaler_patch
-from hookline.integrations.bare_loop.step_losses import BackwardLoss, StepLosses
-from hookline.integrations.bare_loop.step_rule import StepRule
+from hookline.integrations.bare_loop.patched_calls import backward_patch, scaler_patch
+from hookline.integrations.bare_loop.step_losses import Backward, StepLosses
 from hookline.loop.clip_watch import ClipCall, clip_patch
 from hookline.loop.event_context import (
     Versions,
     gradient_versions,
     gradients_of,
     have_gradients_changed,
-    norm_or_error,
+    norm_or_nan,
 )
 from hookline.loop.model_watch import (
     ForwardTargets,
@@ -56,9 +55,9 @@ from hookline.loop.model_watch import (
     models_in,
 )
 from hookline.loop.patches import WrappedMethods
-from hookline.loop.pending_gradients import compare_gradients, load_gradients, save_gradients
 from hookline.loop.phase_times import PhaseTimes
-from hookline.tensors.global_norm import global_norm
+from hookline.loop.state import compare_gradients, load_gradients, save_gradients
+from hookline.tensors.norms import global_norm
 from hookline.tensors.sharded import whole
 
 if TYPE_CHECKING:
@@ -70,15 +69,6 @@ log = logging.getLogger("hookline")
 
 _uncompiled: Any = torch.compiler.disable  # which loses the types of methods
 _OVERFLOW = "the scaler found non-finite gradients"
-
-
-class _Before(NamedTuple):
-    """The state before a backward: gradients by optimizer, and the loss if hooks need it."""
-
-    versions: list[Versions]
-    loss: BackwardLoss | None
-    is_given: bool
-    scaler: torch.amp.GradScaler | None  # that has scaled the loss
 
 
 class StepWatch:
@@ -127,8 +117,7 @@ class StepWatch:
         self.times = PhaseTimes()
         self.has_boundary_work = False
         self.scaler: torch.amp.GradScaler | None = scaler
-        self._scaled: Callable[[], Any] = _nothing  # returns what a scaler has scaled last
-        self._scaled_by: torch.amp.GradScaler | None = None
+        self._scaled: tuple[weakref.ref[Any], Any] | None = None  # the latest loss, and its scaler
         self.optimizers = context.optimizers
         self.rule = StepRule(self.optimizers, step_of)
         self._index = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
@@ -139,7 +128,7 @@ class StepWatch:
         self.checks = LoopChecks(session, requirements)
         self.model = ModelWatch(context.model, self, self.called)
         self.model.leaves_compiled = True
-        self._stepped: dict[int, bool] = {}  # optimizers that had their turn, False if skipped
+        self._stepped: dict[int, bool] = {}  # optimizers that have stepped, False if skipped
         self._has_more: set[int] = set()  # of these, the ones that got gradients since
         self._ready: set[int] = set()
         self._versions: dict[int, Versions] = {}
@@ -153,9 +142,9 @@ class StepWatch:
         self._found_inf: torch.Tensor | None = None
         self._given_loss: torch.Tensor | None = None
         self._unchecked = True
-        self._verified = self._takes_short_path = self._starts_silently = False
+        self._verified = self._takes_short_path = False
         self._has_started = self._closure_evaluated = False
-        self._backward: _Before | None = None  # that runs, and has not been counted yet
+        self._backward: Backward | None = None  # that runs, and has not been counted yet
         self.has_new_gradients = self.always_sees_calls = self.always_counts_calls = False
         self._other_threads: set[int] = set()  # that train other models
         self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
@@ -213,33 +202,23 @@ class StepWatch:
         self.needs = needs = HookNeeds.of(self.hooks, has_run=self.loop.record.is_wanted)
         self.checks.check_hooks()
         self.losses.wanted = needs.loss
-        # on_train_start comes before the first forward, also without `with`.
-        starts = self.dispatchers.on_train_start is not None and not self._has_started
         backward = needs.backward or self.always_sees_calls
-        self._watch_model(starts=starts)
+        self.watch_model()
         if self._data is not None:
             wanted = needs.batches or self._requirements.counts_batches
             self._data.watch(batches=wanted, is_compiled=self._is_compiled())
         (clip_patch.add if needs.clips else clip_patch.remove)(self)
         (backward_patch.add if backward else backward_patch.remove)(self)
         self._unchecked = True
-        self._takes_short_path = self._starts_silently = False
+        self._takes_short_path = False
 
-    def _watch_model(self, *, starts: bool = False) -> None:
-        """Watch calls of the model if hooks need them; or count them, as far as they matter.
-
-        In the first step, they tell which thread trains the model.
-        """
+    def watch_model(self) -> None:
+        """Watch calls of the model if hooks need them; or count them, as far as they matter."""
         needs, always = self.needs, self.always_sees_calls
-        matter = self.checks.is_first_step or needs.counts_calls or self.always_counts_calls
-        returns = always or (needs.backward and (matter or self._is_compiled()))
+        # on_train_start comes before the first forward, also without `with`.
+        starts = self.dispatchers.on_train_start is not None and not self._has_started
+        returns = always or needs.counts_calls or self.always_counts_calls
         self.model.watch(calls=needs.calls or starts or always, returns=returns)
-
-    def count_calls(self) -> None:
-        """Count the model's calls from now on: the session saves checkpoints between them."""
-        if not self.always_counts_calls:
-            self.always_counts_calls = True
-            self._watch_model()
 
     def _is_compiled(self) -> bool:
         """Return whether hooks on parts of the model would be compiled."""
@@ -255,7 +234,7 @@ class StepWatch:
 
             self._compiled.wrap(model, "_compiled_call_impl", call_with_hooks)
 
-        for model in (*models_in(self.context.model), *self.called.parts):
+        for model in (*models_in(self.context.model), *self.called.submodules):
             if is_compiled_in_place(model):
                 watch(model)
 
@@ -351,52 +330,53 @@ class StepWatch:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def before_backward(self, loss: torch.Tensor | None) -> _Before | None:
+    def before_backward(self, loss: torch.Tensor | None, outputs: Any = ()) -> Backward | None:
         """Return the loss and the gradients; None for a thread that does not train the model."""
         given = self._given_loss
-        if given is None and get_ident() != self._thread and not self._is_in_training_thread(loss):
+        if (
+            given is None
+            and get_ident() != self._thread
+            and not self._is_in_training_thread(outputs)
+        ):
             return None
         if self.times.timed:
             self.times.lap("forward")
         scaler = self.scaler
-        if self._scaled_by is not None and self._scaled() is loss:
-            scaler = self._scaled_by
-        seen: BackwardLoss | None = None
-        if self.losses.wanted:
-            seen = BackwardLoss(given, given=True)
-            if given is None:
-                seen = self.losses.read(loss, scaler)
-        versions = list(map(gradient_versions, self.optimizers))
+        if self._scaled is not None and self._scaled[0]() is loss:
+            scaler = self._scaled[1]
+        versions = [gradient_versions(optimizer) for optimizer in self.optimizers]
+        backward = self._backward = Backward(loss, versions, scaler)
+        if given is not None:
+            backward.loss, backward.given = given, True
+        elif self.losses.wanted and (
+            scaler is not None or loss is None or type(loss.grad_fn) is not self.losses.plain_kind
+        ):
+            self.losses.look_at(backward)
         if self._steps.searches and self._dropped_gradients(versions):
             what = "Gradients were dropped, and no optimizer has stepped"
             self.checks.warn_of_no_optimizer(what)
-        self._backward = _Before(versions, seen, given is not None, scaler)
-        return self._backward
+        return backward
 
-    def _is_in_training_thread(self, loss: torch.Tensor | None) -> bool:
+    def _is_in_training_thread(self, outputs: Any) -> bool:
         """Return whether the thread that runs backward, and has ended no step, trains the model."""
         thread = get_ident()
-        if thread == self.model.thread:
-            return True
-        if not self.model.is_counting and thread not in self._other_threads:
-            if loss is not None and self._trains(loss):
-                self._thread = thread
-                return True
+        is_other = thread in self._other_threads and not self.checks.is_first_step
+        if is_other or not any(map(self._trains, outputs)):
             self._other_threads.add(thread)
-        return False
+            return False
+        self._thread = thread
+        return True
 
     def _dropped_gradients(self, versions: list[Versions]) -> bool:
         """Return whether the loop had gradients that no optimizer has used."""
         return self.awaits_optimizer and bool(self.backwards_seen) and not any(versions)
 
-    def after_backward(self, before: _Before | None) -> None:
+    def after_backward(self, before: Backward | None) -> None:
         """Note the loss and fire on_after_backward, if gradients have changed."""
         if before is None:
             return
         has_stepped, self._backward = self._backward is not before, None
-        changed = before.is_given or any(
-            map(have_gradients_changed, before.versions, self.optimizers)
-        )
+        changed = before.given or any(map(have_gradients_changed, before.versions, self.optimizers))
         if not changed and not has_stepped:
             return
         self.has_new_gradients = changed
@@ -415,15 +395,15 @@ class StepWatch:
         """Forget a backward that has ended with an exception, and its graph."""
         self._backward = None
 
-    def _count_backward(self, before: _Before) -> None:
+    def _count_backward(self, before: Backward) -> None:
         """Note the loss of a backward, which has ended; or an optimizer steps within it."""
         self._backward = None
         self.backwards_seen += 1
         self._calls_at_backward = self.model.calls_seen
         if before.scaler is not None and before.scaler is not self.scaler:
             self._use_scaler(before.scaler)
-        if before.loss is not None:
-            self.losses.add(before.loss, had_gradients=any(before.versions))
+        if self.losses.wanted:
+            self.losses.add(before)
 
     def _forget_changed(self, before: list[Versions]) -> None:
         # An optimizer that steps less often than another has gradients of several steps.
@@ -543,7 +523,7 @@ class StepWatch:
         for i in concerned if self._norm_is_wanted() else ():
             gradients = gradients_of(self.optimizers[i])
             if i not in self._clipped and not call.has_norm_of(gradients):
-                self.context.norms[i] = norm_or_error(partial(global_norm, gradients))
+                self.context.norms[i] = norm_or_nan(partial(global_norm, gradients))
 
     def _prepare_clip(self, i: int, function: str) -> bool:
         """Fire on_gradients_ready before a clip; return whether it belongs to this step."""
@@ -565,10 +545,8 @@ class StepWatch:
 
     def _norm_is_wanted(self) -> bool:
         """Return whether a hook asks for the norm; one of any rank, if gradients are sharded."""
-        context = self.context
-        if context.norm_schedule is None:
-            return self.needs.grad_norm
-        return context.norm_schedule.is_due(context.step_in_progress, context.known("epoch"))
+        is_agreed = self.context.norm_is_agreed
+        return self.needs.grad_norm if is_agreed is None else is_agreed
 
     def _optimizers_of(self, given: set[int]) -> list[int]:
         """Return the numbers of the optimizers that have one of these parameters, given by id."""
@@ -624,7 +602,7 @@ class StepWatch:
         problems = self.loop.state.connect_scaler(scaler, has_scaled=has_scaled)
         self.checks.report_late_state(problems)
 
-    def _find_turn(self, scaler: torch.amp.GradScaler, optimizer: Any) -> int | None:
+    def _find_optimizer(self, scaler: torch.amp.GradScaler, optimizer: Any) -> int | None:
         """Return the number of an optimizer that a scaler handles; None if it is not attached."""
         if self._steps.searches:
             self._look_at_optimizer(optimizer)
@@ -640,7 +618,7 @@ class StepWatch:
             self._use_scaler(scaler, has_scaled=False)  # its state has to be there before it scales
         scaled = scale(outputs)
         if isinstance(scaled, torch.Tensor):
-            self._scaled, self._scaled_by = weakref.ref(scaled), scaler
+            self._scaled = weakref.ref(scaled), scaler
         return scaled
 
     def _trains(self, loss: Any) -> bool:
@@ -652,7 +630,7 @@ class StepWatch:
 
     def scaler_unscale(self, unscale: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
         """Unscale as the scaler does, and fire on_gradients_ready."""
-        i = self._find_turn(scaler, optimizer)
+        i = self._find_optimizer(scaler, optimizer)
         unscale(optimizer)
         self._unscaled.add(id(optimizer))
         if i is None:
@@ -667,7 +645,7 @@ class StepWatch:
         self, step: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Step as the scaler does; fire on_step_skipped if it has not called the optimizer."""
-        i = self._find_turn(scaler, optimizer)
+        i = self._find_optimizer(scaler, optimizer)
         if i is None:
             return step(optimizer, *args, **kwargs)
         if id(optimizer) not in self._unscaled:
@@ -677,7 +655,7 @@ class StepWatch:
         self._unscaled.discard(id(optimizer))
         if self._in_scaler_step:
             self._in_scaler_step = False
-            self._skip_turn(i, _OVERFLOW)
+            self._skip_optimizer_step(i, _OVERFLOW)
         return result
 
     # -- optimizer.step ---------------------------------------------------------------------------
@@ -691,12 +669,11 @@ class StepWatch:
             self._session.reach_boundary()
         if not self._takes_short_path or has_closure:
             return self._before_any_step(optimizer, args, kwargs)
-        if not self._starts_silently:
-            fire = self.dispatchers
-            if fire.on_gradients_ready is not None or fire.update is not None:
-                self._gradients_ready(0)
-            if fire.on_before_optimizer_step is not None:
-                fire.on_before_optimizer_step(self.context)
+        fire = self.dispatchers
+        if fire.on_gradients_ready is not None or fire.update is not None:
+            self._gradients_ready(0)
+        if fire.on_before_optimizer_step is not None:
+            fire.on_before_optimizer_step(self.context)
         if self._looks_at_skips:
             self._apply_skip(0)
         return None
@@ -724,11 +701,11 @@ class StepWatch:
         if self.scaler is not None and self.scaler.is_enabled() and not self._in_scaler_step:
             self.checks.report("unused scaler")
         self._found_inf = getattr(optimizer, "found_inf", None)
-        self._start_turn(i)
+        self._begin_optimizer_step(i)
         return None
 
     def _step_again(self, i: int) -> None:
-        """Let an optimizer have another turn, in the step in progress or in a new one."""
+        """Let an optimizer step again, in the step in progress or in a new one."""
         if not self.rule.repeat(i, self._stepped):
             del self._stepped[i]
             self._has_more.discard(i)
@@ -737,11 +714,11 @@ class StepWatch:
         # The step has ended before the latest backward, whose loss and gradients are of the next.
         later, versions = self.losses.take_latest(), dict(self._versions)
         had_new = self.has_new_gradients
-        self._end_all_turns(is_late=True)
+        self._end_optimizer_steps(is_late=True)
         self.losses.put_back(later)
         self._versions, self.has_new_gradients = versions, had_new
 
-    def _start_turn(self, i: int) -> None:
+    def _begin_optimizer_step(self, i: int) -> None:
         problems: list[str] = []
         if self.dispatchers.on_gradient_clip is not None and not self._has_clipped:
             is_last = self.rule.is_complete({*self._stepped, i})
@@ -754,7 +731,7 @@ class StepWatch:
             self._apply_skip(i)
 
     def _watch_closure(self, i: int, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that starts the turn: gradients exist after it has run once."""
+        """Return a closure that begins the step: gradients exist after it has run once."""
         is_first = True
 
         def evaluate() -> Any:
@@ -764,7 +741,7 @@ class StepWatch:
                 is_first = False
                 self._closure_evaluated = True
                 self.losses.keep_first()
-                self._start_turn(i)
+                self._begin_optimizer_step(i)
             return result
 
         return evaluate
@@ -790,15 +767,15 @@ class StepWatch:
         if self._found_inf is not None and self._found_inf.item():
             # A fused optimizer skips inside its kernel. Reading this waits for the device, as a
             # scaler does for every other optimizer.
-            self._skip_turn(i, _OVERFLOW)
+            self._skip_optimizer_step(i, _OVERFLOW)
             return
         if reason := self._requests.why_skipped(i):
-            self._skip_turn(i, reason)
+            self._skip_optimizer_step(i, reason)
             return
         if self.dispatchers.on_after_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_after_optimizer_step(self.context)
-        self._end_turn(i, stepped=True)
+        self._end_optimizer_step(i, stepped=True)
 
     # -- steps that are skipped -------------------------------------------------------------------
 
@@ -817,13 +794,13 @@ class StepWatch:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _skip_turn(self, i: int, reason: str) -> None:
+    def _skip_optimizer_step(self, i: int, reason: str) -> None:
         self.loop.record.step_skipped(self.context.step, reason, i)
         if self.dispatchers.on_step_skipped is not None:
             self.context.optimizer_idx = i
             self.context.reason = reason
             self.dispatchers.on_step_skipped(self.context)
-        self._end_turn(i, stepped=False)
+        self._end_optimizer_step(i, stepped=False)
 
     def save_waiting_gradients(self) -> list[list[Any] | None]:
         """Return the gradients that wait for optimizers which step less often than another one."""
@@ -850,25 +827,21 @@ class StepWatch:
     def end_open_step(self) -> None:
         """End a step in which some of the optimizers have not stepped."""
         if self._stepped:
-            self._end_all_turns()
+            self._end_optimizer_steps()
 
-    def _end_turn(self, i: int, *, stepped: bool) -> None:
+    def _end_optimizer_step(self, i: int, *, stepped: bool) -> None:
         self._stepped[i] = stepped
         self._closure_evaluated = False
-        self.losses.turns.append(i)
+        self.losses.stepped.append(i)
         if self.rule.is_complete(self._stepped):
-            self._end_all_turns()
+            self._end_optimizer_steps()
             single = self.scaler is None and len(self.optimizers) == 1
             self._takes_short_path = self._verified and single
-            fire = self.dispatchers
-            self._starts_silently = fire.on_before_optimizer_step is None and (
-                fire.on_gradients_ready is None and fire.update is None
-            )
         elif self._norm_is_wanted():  # later backwards may change these gradients
             gradients = gradients_of(self.optimizers[i])
-            self.context.norms.setdefault(i, norm_or_error(partial(global_norm, gradients)))
+            self.context.norms.setdefault(i, norm_or_nan(partial(global_norm, gradients)))
 
-    def _end_all_turns(self, *, is_late: bool = False) -> None:
+    def _end_optimizer_steps(self, *, is_late: bool = False) -> None:
         skipped = not any(self._stepped.values())
         self.context.stepped = tuple(self._stepped)
         self._stepped.clear()
@@ -879,7 +852,6 @@ class StepWatch:
         if self.checks.is_first_step:
             self.checks.is_first_step = False
             self.checks.warn_of_waiting_states()
-            self._watch_model()
 
     def _forget_gradients(self, stepped: tuple[int, ...]) -> None:
         """Forget about gradients that steps have used; others wait for their optimizer."""
@@ -902,12 +874,13 @@ class StepWatch:
             if self._backward is not None:
                 self._count_backward(self._backward)
             losses.end_step()
-        if context.known("current_batch") is not None and not is_late:
+        has_batch = self._phases.batch is not None
+        if has_batch and not is_late:
             self._phases.end_batch()
-        if context.norm_schedule is not None:
+        if context.norm_is_agreed:
             context.prepare_norm()
         if self.dispatchers.on_step_end is not None:
-            if losses.wanted and context.known("current_batch") is not None:
+            if losses.wanted and has_batch:
                 losses.set_step_loss()  # that of its last batch may be there
             self.dispatchers.on_step_end(context)
         context.agreed_norm = None
@@ -943,10 +916,6 @@ class StepWatch:
             if (lr := context.read_lr(i)) is not None:
                 record.add_to_step(f"lr/{context.optimizer_names[i]}", lr)
         return None if losses else loss
-
-
-def _nothing() -> None:
-    """Return None, as a weak reference does whose object is gone."""
 
 
 def _nodes_of(loss: torch.Tensor) -> Iterator[Any]:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from hookline.errors import HooklineError, LoopError
+from hookline.errors import LoopError
 from hookline.integrations.attach import attach
-from hookline.integrations.bare_loop.session import Session
+from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.scripts.loop_watch import find_parts
-from hookline.loop.patches import WrappedMethods
 
 Parts = Mapping[str, Any]
 Optimizers = list[torch.optim.Optimizer]
 
 
-def attach_to(trainer: Any, original: Callable[..., Any], options: Mapping[str, Any]) -> Session:
+def attach_to(
+    trainer: Any, original: Callable[..., Any], options: Mapping[str, Any]
+) -> LibrarySession:
     """Attach to a trainer whose method that trains was called; return the session."""
     if getattr(trainer, "hp_search_backend", None) is not None:
         raise LoopError(
@@ -32,7 +33,9 @@ def attach_to(trainer: Any, original: Callable[..., Any], options: Mapping[str, 
         callback = HooklineCallback(**options)
         trainer.add_callback(callback)
         return callback.session
-    return attach(trainer, **options)
+    session = attach(trainer, **options)
+    assert isinstance(session, LibrarySession)
+    return session
 
 
 def find_run(trainer: Any, original: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -47,32 +50,6 @@ def _is_overridden(trainer: Any, original: Callable[..., Any]) -> bool:
     while method is not None and method is not original:
         method = getattr(method, "__wrapped__", None)
     return method is None
-
-
-def guard_start(trainer: Any, session: Any, report: Callable[[str, Exception], None]) -> None:
-    """Keep errors of the start of training, when the trainer calls the session, from the script."""
-    what = f"a {type(trainer).__name__}"
-    wrapped = WrappedMethods()
-
-    def start(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except HooklineError as error:
-            if not session.has_ended:
-                session.abandon(error)
-            report(what, error)
-            return None
-
-    handler = getattr(trainer, "callback_handler", trainer)
-    callbacks = list(getattr(handler, "callbacks", ()))
-    driver = getattr(getattr(vars(trainer).get("run"), "func", None), "__self__", None)
-    for each in callbacks:
-        if getattr(each, "session", None) is session:
-            name = "on_train_begin" if hasattr(each, "on_train_begin") else "on_train_start"
-            wrapped.wrap(each, name, start)
-    if getattr(driver, "session", None) is session:
-        # Ignite gives the engine to what has a parameter for it; this handler has none.
-        wrapped.wrap(driver, "_started", lambda method, *engine: start(method))
 
 
 # -- what an engine of Ignite trains --------------------------------------------------------------

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,8 +26,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from hookline.integrations.bare_loop.loop_parts import foreign_optimizers
+
 PATIENCE = 10
 """Steps of other optimizers after which an optimizer without steps, or models, is left out."""
+
+_STRANGE_STEPS = 2
 
 Found = Callable[[list[torch.nn.Module], list[torch.optim.Optimizer], int], None]
 
@@ -41,6 +46,8 @@ class LoopWatch:
     Args:
         found: gets the models, the optimizers, and how many steps were not seen.
         failed: gets the error if a module or an optimizer is too unusual to be watched.
+        finds_strangers: take the modules that the loop calls if none has the parameters of an
+            optimizer that steps: it was made for others.
 
     Attributes:
         optimizers: those that were made and are not attached, with the number of their steps; they
@@ -48,14 +55,19 @@ class LoopWatch:
         is_paused: whether a known trainer trains, whose calls and optimizers are its own.
     """
 
-    def __init__(self, found: Found, failed: Callable[[Exception], object]) -> None:
-        self._found, self._failed = found, failed
+    def __init__(
+        self, found: Found, failed: Callable[[Exception], object], *, finds_strangers: bool = False
+    ) -> None:
+        self._found, self._failed, self._finds_strangers = found, failed, finds_strangers
         self.optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self.optimizers = weakref.WeakKeyDictionary()
         self.is_paused = False
         self._models: list[weakref.ref[torch.nn.Module]] = []
-        self._called_since_step = self._is_stepping = self._has_collected = False
-        self._is_attaching = False
+        self._threads: weakref.WeakKeyDictionary[torch.nn.Module, int]  # that have called models
+        self._threads = weakref.WeakKeyDictionary()
+        self._strangers: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._place = _Place()
+        self._has_collected = self._is_attaching = False
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
         self._calls = _OutermostCalls(partial(self._notice, self._before_call))
@@ -99,15 +111,22 @@ class LoopWatch:
             handle.remove()
         self._handles.clear()
         self._models.clear()
-        self._called_since_step = self._has_collected = False
+        self._strangers.clear()
+        self._place = _Place()
+        self._has_collected = False
 
     def _before_call(self, module: torch.nn.Module) -> None:
         if self.is_paused or not _is_plain_call():
             return
+        is_between_steps = not self._place.called_since_step and not self._place.is_stepping
         if not _has_parameters(module, list(self.optimizers)):
+            if self._finds_strangers and any(p.requires_grad for p in module.parameters()):
+                self._strangers.add(module)
+                if is_between_steps:
+                    self._attach_strangers()
             return
-        is_between_steps = not self._called_since_step and not self._is_stepping
-        self._called_since_step = True
+        self._threads[module] = get_ident()
+        self._place.called_since_step = True
         if any(map(torch.nn.parameter.is_lazy, module.parameters())):
             return  # its parameters are made in this call
         self._add_model(module)
@@ -126,19 +145,29 @@ class LoopWatch:
     def _known_models(self) -> list[torch.nn.Module]:
         return [model for each in self._models if (model := each()) is not None]
 
+    def _live_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that may belong to this thread's loop: another may train, too."""
+        elsewhere = {
+            id(parameter)
+            for model, thread in self._threads.items()
+            if thread != get_ident()
+            for parameter in model.parameters()
+        }
+        return [each for each in self.optimizers if not _trained(each) & elsewhere]
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_paused or optimizer not in self.optimizers:
             return
         if not self._calls.is_active:  # it was left out before
             self._calls.start()
-        elif not self._called_since_step:  # a closure will call the model within the step
+        elif not self._place.called_since_step:  # a closure will call the model within the step
             self._attach_if_known()
-        self._is_stepping = optimizer in self.optimizers
+        self._place.is_stepping = optimizer in self.optimizers
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer in self.optimizers:
             self.optimizers[optimizer] += 1
-            self._called_since_step = self._is_stepping = False
+            self._place.called_since_step = self._place.is_stepping = False
 
     # -- what is known ----------------------------------------------------------------------------
 
@@ -147,7 +176,7 @@ class LoopWatch:
         if not self._has_collected and _overlap(list(self.optimizers)):
             self._has_collected = True
             gc.collect()  # some of them may be garbage already
-        live = list(self.optimizers)
+        live = self._live_optimizers()
         used = [each for each in live if self.optimizers[each]]
         models = self._known_models()
         covered = {id(p) for model in models for p in model.parameters()}
@@ -165,6 +194,19 @@ class LoopWatch:
         if used and models:
             self._attach(models, used)
 
+    def _attach_strangers(self) -> None:
+        """Attach to models without parameters of the optimizers, which have stepped several times.
+
+        Outermost modules only: those within others are called by them.
+        """
+        stepped = [each for each, steps in self.optimizers.items() if steps >= _STRANGE_STEPS]
+        inner = {part for each in self._strangers for part in each.modules() if part is not each}
+        models = [each for each in self._strangers if each not in inner]
+        if stepped and not self._known_models() and len(stepped) == len(self.optimizers):
+            for each in stepped:
+                foreign_optimizers.add(each)
+            self._attach(models, stepped)
+
     def _attach(
         self, models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]
     ) -> None:
@@ -181,12 +223,19 @@ class LoopWatch:
         return ", ".join(sorted(kinds)) or "none that is still alive"
 
 
+class _Place(threading.local):
+    """Where the loop of a thread stands."""
+
+    called_since_step = is_stepping = is_in_call = False
+
+
 class _OutermostCalls:
     """Calls a function before each outermost call of a module, with gradients enabled."""
 
     def __init__(self, before: Callable[[torch.nn.Module], None]) -> None:
         self._before = before
         self.is_active = False
+        self._place = _Place()
         self._original: Any = None
         self._replacement: Any = None
 
@@ -211,14 +260,18 @@ class _OutermostCalls:
 
     def _make_replacement(self, original: Any) -> Any:
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # a compiled step: this is not part of its graph
+            # In a compiled step, this is not part of its graph. Another thread may have put this
+            # back while a call of this thread goes on.
+            if torch.compiler.is_compiling() or self._place.is_in_call:
                 return original(module, *args, **kwargs)
+            self._place.is_in_call = True
             self._replace(call, original)
             try:
                 if torch.is_grad_enabled():
                     self._before(module)
                 return original(module, *args, **kwargs)
             finally:
+                self._place.is_in_call = False
                 if self.is_active:
                     self._replace(original, call)
 

@@ -75,7 +75,7 @@ class RunSettings:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of the script, without PYTHONPATH."""
-        return {SETTINGS: json.dumps(asdict(self), separators=(",", ":"))}
+        return {SETTINGS: json.dumps(asdict(self))}
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of the script, for a process that becomes the script."""

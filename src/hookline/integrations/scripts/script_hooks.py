@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ def listen_to_script(text: str) -> ScriptHooks:
         hooks = settings.make_hooks(only_possible=only_possible)
         return {"hooks": hooks, **settings.attach_options()}
 
-    if any(isinstance(each, Mapping) and each.get("name") == "lint" for each in settings.hooks):
+    has_lint = any(isinstance(h, Mapping) and h.get("name") == "lint" for h in settings.hooks)
+    if has_lint:
         from hookline.hooks.lint.torch_watch import recorder
 
         recorder.attach()
@@ -54,6 +56,7 @@ def listen_to_script(text: str) -> ScriptHooks:
         loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
         stopped_code=settings.stopped_code,
         is_quiet=settings.is_temporary,
+        finds_strangers=has_lint,
     )
 
 
@@ -71,6 +74,7 @@ class ScriptHooks:
         on_attach: called with each session.
         stopped_code: the exit code of a process whose loop a hook has stopped.
         is_quiet: do not say where runs are written.
+        finds_strangers: attach to models whose parameters no optimizer has, too.
     """
 
     def __init__(
@@ -83,14 +87,19 @@ class ScriptHooks:
         on_attach: Callable[[Session], None] | None = None,
         stopped_code: int = 0,
         is_quiet: bool = False,
+        finds_strangers: bool = False,
     ) -> None:
         self._loop_options, self._stopped_code = loop_options or {}, stopped_code
         self._options, self._strict, self._on_attach = options, strict, on_attach
         self._has_default_hooks, self._is_quiet = has_default_hooks, is_quiet
-        self._loops = LoopWatch(self._attach_to_loop, partial(self._fail, "this loop"))
-        # Of bare loops, each with the step in which the newest optimizer was made. They are kept
-        # alive: one that was freed with its model could not close its run.
-        self._sessions: dict[Session, int] = {}
+        self._loops = LoopWatch(
+            self._attach_to_loop,
+            partial(self._fail, "this loop"),
+            finds_strangers=finds_strangers,
+        )
+        # Of bare loops, each with the step in which the newest optimizer was made, and its thread.
+        # They are kept alive: one that was freed with its model could not close its run.
+        self._sessions: dict[Session, tuple[int, Thread]] = {}
         self._trainers: weakref.WeakKeyDictionary[Any, weakref.ref[Session]]
         self._trainers = weakref.WeakKeyDictionary()
         self._runs: list[Path] = []
@@ -100,8 +109,8 @@ class ScriptHooks:
 
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Notice an optimizer: the models that it trains are found when they are called."""
-        for session in self._sessions:
-            self._sessions[session] = session.step
+        for session, (_, thread) in list(self._sessions.items()):
+            self._sessions[session] = session.step, thread
         self._loops.add(optimizer)
 
     def _attach_to_loop(
@@ -138,15 +147,15 @@ class ScriptHooks:
         if not self._strict:
             session.allow_missing()
         session.begin()
-        self._sessions[session] = session.step
+        self._sessions[session] = session.step, current_thread()
         if self._loop_options:
             _exit_when_stopped(self._stopped_code)
         return session
 
     def _end_earlier(self) -> None:
-        """End sessions that have not stepped since the newest optimizer was made."""
-        for session, step in list(self._sessions.items()):
-            if session.step == step:
+        """End this thread's sessions that have not stepped since the newest optimizer was made."""
+        for session, (step, thread) in list(self._sessions.items()):
+            if session.step == step and (thread is current_thread() or not thread.is_alive()):
                 self._end(session)
 
     def processes_part(self) -> None:
@@ -199,7 +208,7 @@ class ScriptHooks:
         session.is_quiet = self._is_quiet
         self._trainers[trainer] = weakref.ref(session)
         if not self._strict:
-            known_trainers.guard_start(trainer, session, self._report_failure)
+            session.on_refusal = partial(self._fail, f"a {type(trainer).__name__}")
         return session
 
     @contextmanager
@@ -217,14 +226,10 @@ class ScriptHooks:
 
     def _try(self, what: str, begin: Callable[[bool], Session]) -> Session | None:
         """Return the session; None, after a message, if there cannot be one."""
-        session: Session | None
         try:
-            session = begin(False)
-        except HooklineError as error:
-            session = self._begin_with_fewer(what, begin, error)
-        except Exception as error:  # of a hook's own code, or a mistake of Hookline
-            session = self._fail(what, error)
-        if session is None:
+            session = self._begin(begin)
+        except Exception as error:  # also of a hook's own code, or a mistake of Hookline
+            self._fail(what, error)
             return None
         self._was_attached = True
         self._note_run(session)
@@ -232,34 +237,27 @@ class ScriptHooks:
             self._on_attach(session)
         return session
 
-    def _begin_with_fewer(
-        self, what: str, begin: Callable[[bool], Session], error: HooklineError
-    ) -> Session | None:
-        """Leave out hooks that nobody has asked for, if there are such."""
-        if not self._has_default_hooks:
-            return self._fail(what, error)
+    def _begin(self, begin: Callable[[bool], Session]) -> Session:
+        """Begin a session, if need be without default hooks that not every loop allows."""
         try:
-            session = begin(True)
-        except HooklineError:
-            return self._fail(what, error)
-        names = [each["name"] for each in DEFAULT_HOOKS]
-        left_out = [name for name in names if name not in ALWAYS_POSSIBLE]
-        say(f"The default hooks {listed(left_out)} are left out here. {error}")
-        return session
+            return begin(False)
+        except HooklineError as error:
+            if not self._has_default_hooks:
+                raise
+            with suppress(HooklineError):
+                session = begin(True)
+                names = [each["name"] for each in DEFAULT_HOOKS]
+                left_out = [name for name in names if name not in ALWAYS_POSSIBLE]
+                say(f"The default hooks {listed(left_out)} are left out here. {error}")
+                return session
+            raise
 
-    def _fail(self, what: str, error: Exception) -> Session | None:
-        if self._strict:
-            self._has_failed = True
-            raise error
-        self._report_failure(what, error)
-        return None
-
-    def _report_failure(self, what: str, error: Exception) -> None:
+    def _fail(self, what: str, error: Exception) -> None:
         self._has_failed = True
-        reason = (
-            str(error) if isinstance(error, HooklineError) else f"{type(error).__name__}: {error}"
-        )
-        say(f"No hooks are attached to {what}, and the script goes on without them. {reason}")
+        if self._strict:
+            raise error
+        kind = "" if isinstance(error, HooklineError) else f"{type(error).__name__}: "
+        say(f"No hooks are attached to {what}, and the script goes on without them. {kind}{error}")
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -274,8 +272,8 @@ class ScriptHooks:
         """
         if not is_settled and not self._was_attached and not self._has_failed:
             say(
-                f"Optimizers were made ({self._loops.describe()}), but no module with their "
-                "parameters was called with gradients enabled, so no hooks were attached. A loop "
+                f"Of the optimizers ({self._loops.describe()}), no module with their parameters "
+                "was called with gradients enabled, so no hooks were attached. A loop "
                 "that calls `model.forward(…)`, or a function that is compiled as a whole, has to "
                 "attach by itself: `hookline.attach(model, optimizer, hooks=[…])`."
             )

@@ -29,19 +29,16 @@ def make_strategy(
         torch.get_device_module(device).set_device(device)
     if config.strategy == "single" and world_size() > 1:
         raise TrainingError(
-            f"The strategy is 'single', but this script runs in {world_size()} processes "
-            "(WORLD_SIZE, or the process group's size): each would train a model of its own. Use "
-            "strategy='ddp', or start the script in one process."
+            f"The strategy is 'single', but this script runs in {world_size()} processes, and each "
+            "would train a model of its own. Use strategy='ddp', or start it in one process."
         )
     processes = join_processes(device)
     if processes.size == 1:
         return SingleProcess(device, config.precision, processes)
+    from hookline.trainer.strategies.several_processes import DataParallel, FullySharded
+
     if config.strategy == "fsdp":
-        from hookline.trainer.strategies.fully_sharded import FullySharded
-
         return FullySharded(device, config.precision, processes, config.fsdp)
-    from hookline.trainer.strategies.data_parallel import DataParallel
-
     return DataParallel(device, config.precision, processes, config.ddp)
 
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from hookline.arguments import show_value
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ArgumentError, TrainingError
-from hookline.loop.broadcasts import BufferBroadcast
-from hookline.loop.event_context import parameters_of
 from hookline.loop.processes import join_processes, world_size
 from hookline.tensors.sharded import whole
-from hookline.trainer.strategies.data_parallel import CallCheck
+from hookline.trainer.strategies.several_processes import GradientSync, check_scalars
 from hookline.trainer.strategies.single_process import SingleProcess
 
 _SUPPORTED = "Supported are a single process, DDP, and FSDP2 (fsdp_version 2)."
@@ -46,8 +46,6 @@ class Accelerated(SingleProcess):
         self._optimizers: dict[int, Any] = {}  # the prepared ones, by the id of those within
         self._schedulers: dict[int, Any] = {}  # the same; only those that the user has prepared
         self._seen_trigger = accelerator.flag_tensor
-        self._check: CallCheck | None = None
-        self._buffers: BufferBroadcast | None = None  # with FSDP2
 
     # -- settings ---------------------------------------------------------------------------------
 
@@ -87,10 +85,13 @@ class Accelerated(SingleProcess):
         if not getattr(model, "_is_accelerate_prepared", False):
             unprepared.insert(0, model)
             if self.is_sharded:
-                from hookline.trainer.strategies.fully_sharded import check_scalars
-
                 check_scalars(model)
-        for one in _prepare(accelerator, unprepared):
+        try:
+            added = accelerator.prepare(*unprepared) if unprepared else []
+        except (ValueError, KeyError, NotImplementedError) as error:
+            text = f"accelerator.prepare(model, optimizers) failed: {error}"
+            raise TrainingError(text) from error
+        for one in [added] if len(unprepared) == 1 else added:
             if isinstance(one, torch.nn.Module):
                 self._model = one
             else:
@@ -117,56 +118,34 @@ class Accelerated(SingleProcess):
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the prepared model, which the loop calls."""
         self.accelerator.gradient_accumulation_steps = self._accumulate  # Accelerators share it
-        self._buffers = BufferBroadcast(self._model) if self.is_sharded else None
+        if isinstance(self._model, DistributedDataParallel | FSDPModule):
+            self._sync = GradientSync(self._model)
         self.begin_batch(completes_step=True, sync=True)
-        if isinstance(self._model, torch.nn.parallel.DistributedDataParallel):
-            self._check = CallCheck(self._model)
         return self._model  # type: ignore[no-any-return]
 
     def unwrap(self) -> None:
         """Leave the Accelerator as if the last batch had completed a step."""
-        if self._check is not None:
-            self._check.close()
-            self._check = None
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
         self.begin_batch(completes_step=True, sync=True)
+        super().unwrap()
 
     # -- a step -----------------------------------------------------------------------------------
 
     def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
         """Set `accelerator.sync_gradients`, and whether the next backward reduces gradients."""
-        accelerator, model = self.accelerator, self._model
-        accelerator.sync_gradients = completes_step
-        sync = sync or bool(accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
-        if self.forward_is_collective:
-            model.set_requires_gradient_sync(sync)
-            if self._buffers is not None:
-                self._buffers.syncs = sync
-        elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            model.require_backward_grad_sync = sync
+        self.accelerator.sync_gradients = completes_step
+        always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch")
+        super().begin_batch(completes_step=completes_step, sync=sync or bool(always))
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward, which averages the gradients of all processes."""
-        # Not `accelerator.backward`, which would divide the loss by the number of batches in a
-        # step once more, and by the wrong one in the last step of an epoch.
-        if self._check is not None:
-            self._check.require_call()
-        super().backward(loss)
+    # Backward is not `accelerator.backward`, which would divide the loss by the number of batches
+    # in a step once more, and by the wrong one in the last step of an epoch.
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None
     ) -> torch.Tensor:
         """Clip an optimizer's gradients by their norm over all ranks; return it."""
-        if norm is None or self.scaler is not None or self.forward_is_collective:
-            # `accelerator.clip_grad_norm_` would unscale gradients a second time, and under FSDP2
-            # it compares parameters by their values if an optimizer has not all of the model's.
-            return whole(super().clip(optimizer, norm, value))
-        before = self.accelerator.clip_grad_norm_(parameters_of(optimizer), norm)
-        if value is not None:
-            torch.nn.utils.clip_grad_value_(parameters_of(optimizer), value)
-        return before  # type: ignore[no-any-return]
+        # Not `accelerator.clip_grad_norm_`, which would unscale gradients a second time, and under
+        # FSDP2 compares parameters by their values if an optimizer has not all of the model's.
+        return whole(super().clip(optimizer, norm, value))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step; return False if the scaler skipped it, as `optimizer_step_was_skipped` says."""
@@ -217,27 +196,9 @@ def _unwrap(optimizer: Any) -> Any:
     return optimizer
 
 
-def _prepare(accelerator: Any, objects: list[Any]) -> list[Any]:
-    """Return the objects, prepared by the Accelerator."""
-    if not objects:
-        return []
-    try:
-        prepared = accelerator.prepare(*objects)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        raise TrainingError(f"accelerator.prepare(model, optimizers) failed: {error}") from error
-    return list(prepared) if len(objects) > 1 else [prepared]
-
-
 def _make_accelerator(config: TrainerConfig) -> Any:
     """Return an Accelerator as `accelerate launch`, or else the configuration, says."""
     accelerator_class = _accelerator_class()
-    for name in ("DeepSpeed", "Megatron_LM"):  # an Accelerator would need them
-        variable = f"ACCELERATE_USE_{name.upper()}"
-        if os.environ.get(variable, "false").lower() == "true":
-            raise TrainingError(
-                f"The configuration of `accelerate launch` asks for {name.replace('_', '-')} "
-                f"({variable}), which the trainer does not support. {_SUPPORTED}"
-            )
     is_cpu = config.device == "cpu" or (
         config.device is None and not torch.accelerator.is_available()
     )
@@ -272,9 +233,8 @@ def _check_accelerator(accelerator: Any, config: TrainerConfig) -> None:
     if accelerator.num_processes != world_size():
         raise TrainingError(
             f"The Accelerator has {accelerator.num_processes} process, but this script runs in "
-            f"{world_size()} (WORLD_SIZE, or the process group's size): each would train a model "
-            "of its own. On the CPU, use Accelerator(cpu=True), or start the script with "
-            "`accelerate launch --cpu`."
+            f"{world_size()} processes: each would train a model of its own. On the CPU, use "
+            "Accelerator(cpu=True), or `accelerate launch --cpu`."
         )
     device = None if config.device is None else torch.device(config.device)
     if device is not None and device.type != accelerator.device.type:

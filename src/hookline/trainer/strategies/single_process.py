@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,7 +12,10 @@ from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ConfigError
 from hookline.loop.event_context import parameters_of
 from hookline.loop.processes import SingleProcessGroup
-from hookline.tensors.global_norm import global_norm
+from hookline.tensors.norms import global_norm
+
+if TYPE_CHECKING:
+    from hookline.trainer.strategies.several_processes import GradientSync
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -32,6 +35,7 @@ class SingleProcess:
         self.needs_transfer = device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self._sync: GradientSync | None = None  # with several processes, in a run
 
     @property
     def is_distributed(self) -> bool:
@@ -61,7 +65,10 @@ class SingleProcess:
         return model
 
     def unwrap(self) -> None:
-        """Undo `wrap`, at the end of a run."""
+        """Undo `wrap`, at the end of a run: the wrapper has hooks on the parameters."""
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
 
     def move(self, batch: Any) -> Any:
         """Return the batch with all its tensors on the device, also those in containers."""
@@ -90,9 +97,13 @@ class SingleProcess:
             completes_step: whether the batch completes a step.
             sync: whether its backward reduces the gradients that have been accumulated.
         """
+        if self._sync is not None:
+            self._sync.set(sync)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward, on the scaled loss if there is a scaler."""
+        """Run backward, on the scaled loss if there is a scaler; gradients may be reduced."""
+        if self._sync is not None:
+            self._sync.require_call()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -33,20 +33,31 @@ WATCHED = {
 }
 """By module: the class, if it has one, and the function whose calls a listener is told of."""
 
+EARLY = {"torch.nn.modules.module": ("Module", ("to_empty", "load_state_dict"))}
+"""Functions whose first call makes the listener of `Lint`: what they do is seen by its checks."""
 
-def watch(get_listener: GetListener) -> Callable[[], None]:
+
+def watch(get_listener: GetListener, *, is_early: bool = False) -> Callable[[], None]:
     """Tell a listener of the calls of `WATCHED`; return a function that undoes this.
 
     `get_listener` is called when something happens, with whether something is about to train. It
     returns None, or an object with `optimizer_made(optimizer)`, `processes_part()` and
-    `train(module, original, trainer, args, kwargs)`.
+    `train(module, original, trainer, args, kwargs)`. With `is_early`, the functions of `EARLY`
+    call it, too.
     """
     undo: list[Callable[[], None]] = []
-    finder = _Finder(lambda module: undo.append(_wrap(module, get_listener)))
+
+    def wrap(module: Any) -> None:
+        if module.__name__ in WATCHED:
+            undo.append(_wrap(module, get_listener))
+        elif is_early:
+            _wrap_early(module, get_listener)
+
+    finder = _Finder(wrap)
     sys.meta_path.insert(0, finder)
-    for name in WATCHED:
+    for name in (*WATCHED, *EARLY):
         if name in sys.modules:
-            undo.append(_wrap(sys.modules[name], get_listener))
+            wrap(sys.modules[name])
 
     def stop() -> None:
         if finder in sys.meta_path:
@@ -96,8 +107,37 @@ def _wrap(module: Any, get_listener: GetListener) -> Callable[[], None]:
     return put_back
 
 
+def _wrap_early(module: Any, get_listener: GetListener) -> None:
+    """Make the listener at the first call of a function, which may be replaced by that."""
+    kind, names = EARLY[module.__name__]
+    owner = getattr(module, kind)
+    originals = {name: getattr(owner, name) for name in names}
+
+    def put_back(name: str) -> Any:
+        from functools import wraps
+
+        @wraps(originals[name])
+        def first_call(*args: Any, **kwargs: Any) -> Any:
+            is_ours = vars(owner).get(name) is first[name]  # else the script has wrapped this
+            for each, original in originals.items():
+                if vars(owner).get(each) is first[each]:
+                    setattr(owner, each, original)
+            if not called:
+                called.append(name)
+                get_listener(True)
+            call = getattr(owner, name) if is_ours else originals[name]
+            return call(*args, **kwargs)
+
+        return first_call
+
+    called: list[str] = []
+    first = {name: put_back(name) for name in names}
+    for name in names:
+        setattr(owner, name, first[name])
+
+
 class _Finder:
-    """Calls a function with each module of `WATCHED`, right after it was executed."""
+    """Calls a function with each module of `WATCHED` and `EARLY`, right after it was executed."""
 
     def __init__(self, on_loaded: Callable[[Any], None]) -> None:
         self._on_loaded = on_loaded
@@ -105,7 +145,7 @@ class _Finder:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Return the module's spec, as the other finders find it."""
-        if name not in WATCHED or name in self._searched:
+        if (name not in WATCHED and name not in EARLY) or name in self._searched:
             return None
         self._searched.add(name)
         try:
@@ -139,6 +179,8 @@ class _Child:
         settings: the settings of `hookline run`; the script may change its environment.
     """
 
+    _listener: Any = None
+
     def __init__(self, settings: str) -> None:
         from time import time
 
@@ -146,30 +188,31 @@ class _Child:
         self._process = os.getpid()
         self._is_command = os.environ.get(PROCESS) == str(self._process)
         self._start = time() - 1.0  # file systems have coarse clocks
-        self._was_needed = False
-        self._listener: Any = None
+        self._was_needed = self._has_failed = False
 
     def get(self, is_needed: bool) -> Any:
         """Return the listener; None if it was not needed, or this interpreter has no Hookline."""
-        if is_needed and not self._was_needed:
+        if self._listener is None and is_needed and not self._has_failed:
             self._was_needed = True
             try:
+                # Several threads may train: the others wait here until one has imported it.
                 from hookline.integrations.scripts.script_hooks import listen_to_script
 
-                self._listener = listen_to_script(self._settings)
+                vars(self).setdefault("_listener", listen_to_script(self._settings))
             except Exception as error:  # also of a version for another Python
+                self._has_failed = True
                 self._report_missing(error)
         return self._listener
 
     def _report_missing(self, error: Exception) -> None:
         message = (
-            f"hookline: The interpreter {sys.executable} cannot import Hookline "
+            f"The interpreter {sys.executable} cannot import Hookline "
             f"({type(error).__name__}: {error}), so no hooks are attached. Install it there, or "
             "run the script with the interpreter that has it."
         )
         if self._setting("strict"):
             raise RuntimeError(message) from error
-        print(message, file=sys.stderr, flush=True)
+        _say(message)
 
     def _setting(self, name: str) -> Any:
         from json import loads
@@ -204,15 +247,17 @@ class _Child:
             return any(each.stat().st_mtime >= self._start for each in folders)
 
     def _report_nothing(self) -> None:
-        print(
-            "hookline: This process has made no optimizer, and no run was written to "
+        _say(
+            "This process has made no optimizer, and no run was written to "
             f"{self._setting('runs')}: no hooks were called. A loop that changes parameters "
             "without an optimizer cannot have hooks. If another process trains, it has to inherit "
             f"PYTHONPATH and {SETTINGS} (python -I and -E ignore them), and its interpreter has to "
-            "have Hookline.",
-            file=sys.stderr,
-            flush=True,
+            "have Hookline."
         )
+
+
+def _say(message: str) -> None:
+    print(f"hookline: {message}", file=sys.stderr, flush=True)
 
 
 def _flush_files() -> None:
@@ -234,7 +279,7 @@ def _start(settings: str) -> None:
         return
     sys.hookline_run = settings  # type: ignore[attr-defined]
     child = _Child(settings)
-    watch(child.get)
+    watch(child.get, is_early='"lint"' in settings)
     atexit.register(child.end)
 
 

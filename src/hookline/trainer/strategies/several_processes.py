@@ -1,4 +1,4 @@
-"""The strategy for several processes that each have a shard of every parameter (FSDP2)."""
+"""The strategies for several processes with copies of the model (DDP), or shards (FSDP2)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,97 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from hookline.config.trainer_config import FSDPConfig
+from hookline.config.trainer_config import DDPConfig, FSDPConfig
 from hookline.errors import TrainingError, listed
-from hookline.loop.broadcasts import BufferBroadcast
+from hookline.loop.broadcasts import BufferBroadcast, broadcast_weights
 from hookline.loop.processes import SingleProcessGroup
 from hookline.tensors.name_patterns import matches_glob
 from hookline.tensors.sharded import whole
 from hookline.trainer.strategies.single_process import Precision, SingleProcess
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class GradientSync:
+    """Sets whether the next backward of a DDP wrapper or of an FSDP2 model reduces gradients.
+
+    The forward of a DDP wrapper prepares that, so the loss has to be computed with it. FSDP2 does
+    not broadcast buffers as DDP does: this does.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._handle: Any = None
+        self._buffers: BufferBroadcast | None = None
+        if isinstance(model, DistributedDataParallel):
+            self._handle = model.register_forward_pre_hook(self._note_call)
+        else:
+            self._buffers = BufferBroadcast(model)
+        self._is_called = self._handle is None
+
+    def _note_call(self, *_: Any) -> None:
+        self._is_called = True
+        self._handle.remove()
+
+    def set(self, sync: bool) -> None:
+        """Set whether the next backward reduces gradients."""
+        if self._buffers is None:
+            self._model.require_backward_grad_sync = sync  # read by forward
+        else:
+            self._model.set_requires_gradient_sync(sync)
+            self._buffers.syncs = sync
+
+    def require_call(self) -> None:
+        """Raise if the wrapper was never called, so that gradients would not be averaged."""
+        if not self._is_called:
+            raise TrainingError(
+                "step_fn(model, batch) has computed the loss without calling `model`, which "
+                "averages the gradients of all processes when it is called: each process would "
+                "train a model of its own. Call `model(…)`, not the model itself or its methods."
+            )
+
+    def close(self) -> None:
+        """Reduce gradients in every backward, and remove the hooks from the model."""
+        self.set(True)
+        if self._buffers is not None:
+            self._buffers.close()
+        else:
+            self._handle.remove()
+
+
+class DataParallel(SingleProcess):
+    """Train the same model in several processes on different batches; gradients are averaged."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: SingleProcessGroup,
+        config: DDPConfig,
+    ) -> None:
+        super().__init__(device, precision, processes)
+        self._config = config
+
+    def prepare(
+        self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        """Return the model with rank 0's weights: it may be validated or copied before training."""
+        prepared = super().prepare(model, optimizers)
+        broadcast_weights(model)
+        return prepared
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return what the loop calls instead of the model; the weights of rank 0 are used."""
+        wrapper = DistributedDataParallel(
+            model,
+            device_ids=None if self.device.type == "cpu" else [self.device],
+            find_unused_parameters=self._config.find_unused_parameters,
+            gradient_as_bucket_view=self._config.gradient_as_bucket_view,
+        )
+        self._sync = GradientSync(wrapper)
+        return wrapper
 
 
 class FullySharded(SingleProcess):
@@ -44,15 +125,12 @@ class FullySharded(SingleProcess):
         )
         self._dtype = None  # FSDP2 casts by itself
         self._config = config
-        self._model: Any = None
-        self._buffers: BufferBroadcast | None = None
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
         """Shard the model in place, and give the optimizers its sharded parameters."""
         if isinstance(model, FSDPModule):  # the user has sharded it
-            self._model = model
             return model, optimizers
         check_scalars(model)
         for optimizer in optimizers:
@@ -72,7 +150,6 @@ class FullySharded(SingleProcess):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [sharded[names[id(p)]] for p in group["params"]]
-        self._model = model
         return model, optimizers
 
     def _shard(self, model: torch.nn.Module) -> None:
@@ -88,21 +165,8 @@ class FullySharded(SingleProcess):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model, whose processes have rank 0's buffers in every step from now on."""
-        self._buffers = BufferBroadcast(model)
+        self._sync = GradientSync(model)
         return model
-
-    def unwrap(self) -> None:
-        """Reduce gradients again in every backward, also after a run that ended within a step."""
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
-        self._model.set_requires_gradient_sync(True)
-
-    def begin_batch(self, *, completes_step: bool, sync: bool) -> None:
-        """Set whether the next backward reduces gradients."""
-        self._model.set_requires_gradient_sync(sync)
-        if self._buffers is not None:
-            self._buffers.syncs = sync
 
     def clip(
         self, optimizer: torch.optim.Optimizer, norm: float | None, value: float | None

@@ -1,4 +1,4 @@
-"""The checkpoints that a Lightning Trainer writes: noticed when they are on the disk.
+"""Parts of Lightning: its packages, the modules that a step calls, the checkpoints it writes.
 
 `Trainer.save_checkpoint` writes every checkpoint, those of `ModelCheckpoint` included, and no
 callback is called after it. So this method is wrapped on the trainer while it trains, and
@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hookline.checkpoint.atomic_files import sync
 from hookline.errors import LoopError
@@ -23,14 +27,66 @@ from hookline.loop.patches import WrappedMethods
 
 log = logging.getLogger("hookline")
 
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # each has classes of its own
+_MALICIOUS = ("2.6.2", "2.6.3")  # uploads by somebody else, which steal credentials when imported
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """A checkpoint that is complete and on the disk."""
 
-    path: str
-    step: int
-    epoch: int | None
+def callback_classes() -> tuple[type, ...]:
+    """Return `Callback` of each of the packages that was imported, or of one that is installed.
+
+    Raises:
+        LoopError: Neither is installed, or one is a version that must not be imported.
+    """
+    version = None
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version("lightning")
+    if version in _MALICIOUS:
+        raise LoopError(
+            f"lightning {version} is installed. This version was a malicious upload that steals "
+            "credentials when it is imported. Install another one, and change your credentials."
+        )
+    imported = [name for name in _PACKAGES if name in sys.modules]
+    if imported:
+        return tuple(import_module(name).Callback for name in imported)
+    errors: list[str] = []
+    for name in _PACKAGES:
+        try:
+            return (import_module(name).Callback,)
+        except ImportError as error:
+            errors.append(str(error))
+    raise LoopError(
+        "Hooks in a Lightning Trainer need Lightning, which cannot be imported "
+        f"({'; '.join(errors)}): pip install 'hookline[lightning]'."
+    )
+
+
+def find_package(trainer: Any) -> Any:
+    """Return the package that a trainer belongs to."""
+    for kind in type(trainer).__mro__:
+        for name in _PACKAGES:
+            if kind.__module__.startswith(f"{name}."):
+                return import_module(name)
+    raise LoopError(f"Expected a Trainer of Lightning, not a {type(trainer).__name__}.")
+
+
+def called_parts(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Return what a `training_step` calls instead of the LightningModule itself.
+
+    These are its children with parameters: losses and metrics have none. A child that cannot be
+    called, such as a `ModuleList`, stands for its own children. In a `training_step` that is
+    compiled, hooks on its parts would be compiled, too: then there are none.
+    """
+    if hasattr(getattr(module, "training_step", None), "_torchdynamo_orig_callable"):
+        return ()
+    found: dict[torch.nn.Module, None] = {}
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is torch.nn.Module.forward:
+            found.update(dict.fromkeys(called_parts(child)))
+        else:
+            found[child] = None
+    return tuple(found)
 
 
 class SavedCheckpoints:
@@ -43,7 +99,7 @@ class SavedCheckpoints:
 
     def __init__(self, trainer: Any, where: Callable[[], tuple[int, int | None]]) -> None:
         self._trainer, self._where = trainer, where
-        self._saved: deque[SavedCheckpoint] = deque()
+        self._saved: deque[tuple[str, int, int | None]] = deque()  # path, step, epoch
         self._writing: dict[str, tuple[int, int | None]] = {}  # by path; in the background
         self._changed = threading.Condition()
         self._writer = _background_writer(trainer.strategy.checkpoint_io)
@@ -59,11 +115,11 @@ class SavedCheckpoints:
         if self._writer is not None:
             self._wrapped.wrap(self._writer, "save_checkpoint", self._write)
 
-    def take(self) -> list[SavedCheckpoint]:
+    def take(self) -> list[tuple[str, int, int | None]]:
         """Return the checkpoints that were completed since the last call."""
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
-    def finish(self) -> list[SavedCheckpoint]:
+    def finish(self) -> list[tuple[str, int, int | None]]:
         """Wait for what is being written, and return what was completed since the last call."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
@@ -86,7 +142,7 @@ class SavedCheckpoints:
     def _remove(self, remove: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Forget a checkpoint that was only for a moment, as that of `LearningRateFinder`."""
         path = os.fspath(filepath)
-        for checkpoint in [each for each in list(self._saved) if each.path == path]:
+        for checkpoint in [each for each in list(self._saved) if each[0] == path]:
             self._saved.remove(checkpoint)
         return remove(filepath, *args, **kwargs)
 
@@ -107,7 +163,7 @@ class SavedCheckpoints:
     def _complete(self, path: str, where: tuple[int, int | None]) -> None:
         if self._trainer.is_global_zero:
             _flush(Path(path))
-        self._saved.append(SavedCheckpoint(path, *where))
+        self._saved.append((path, *where))
 
 
 def _background_writer(plugin: Any) -> Any:
@@ -122,14 +178,9 @@ def _background_writer(plugin: Any) -> Any:
 def _flush(path: Path) -> None:
     """Flush a checkpoint, a file or a folder, to the disk; nothing for one that is elsewhere."""
     try:
-        if path.is_dir():
-            for root, _, names in os.walk(path):
-                for each in (*(Path(root, name) for name in names), Path(root)):
-                    sync(each)
-        elif path.is_file():
-            sync(path)
-        else:
+        if not path.exists():
             return
-        sync(path.parent)
+        for each in (*path.rglob("*"), path, path.parent):
+            sync(each)
     except OSError as error:
         log.warning("%s may not be on the disk yet: %s", path, error)
