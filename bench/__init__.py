@@ -1,1 +1,1 @@
-"""What hookline costs, measured beside its peers: `python -m bench`, or `make bench`."""
+"""Measure the cost of Hookline beside its peers: `python -m bench`, or `make bench`."""

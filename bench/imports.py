@@ -1,4 +1,4 @@
-"""What `import hookline` adds to `import torch`, in new processes.
+"""Measure what `import hookline` adds to `import torch`, in new processes.
 
 Names are loaded when first used, so the import alone is next to nothing; what a bare loop needs
 has to keep the limit, too. The trainer's configuration brings pydantic.

@@ -1,4 +1,4 @@
-"""What probes cost on a model in the shape of GPT-2: 8 layers of width 256, a batch of 4 × 64.
+"""Measure the cost of probes on a GPT-2 shape: 8 layers of width 256, a batch of 4 × 64.
 
 Each candidate has a model of its own, with the same weights, and forwards the same batch. A
 hand-written hook does what the probe does: a detached copy of each block's output into a list. The
@@ -206,7 +206,7 @@ _WAYS: dict[str, Callable[[], Callable[[], Any]]] = {
 
 
 def _peers(rounds: int, forwards: int) -> list[Row]:
-    """What capturing adds to a forward, in each library over its own bare forward."""
+    """Measure what capturing adds to a forward, in each library over its own bare forward."""
     makers = {"nnsight": ("nnsight", _nnsight), "TransformerLens": ("transformer_lens", _lens)}
     rows: list[Row] = []
     for name, (module, make) in makers.items():

@@ -1,4 +1,4 @@
-"""What `hookline run` adds to a script that trains nothing, in new processes.
+"""Measure what `hookline run` adds to a script that trains nothing, in new processes.
 
 The start-up module is run by every Python process of the script: launchers, workers of loaders,
 helpers. Nothing of Hookline is imported before an optimizer is made.

@@ -1,4 +1,4 @@
-"""What trackers add to a training step: one that works, one that is stuck, and TensorBoard.
+"""Measure what trackers add to a training step: one that works, one that is stuck, and TensorBoard.
 
 Measured is the time of the training thread in steps of about 2 ms, with a tracker over without one;
 and the CPU time of the tracker's own threads. These share the interpreter with training, so that

@@ -112,7 +112,7 @@ def memory(steps: int = 100_000) -> float:
 
 
 def _resident() -> float:
-    """What the process holds now, in MB."""
+    """Return the memory of the process now, in MB."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6

@@ -1,4 +1,4 @@
-"""What updates cost: the identity on all parameters of a GPT-2 shape, over no update at all."""
+"""Measure the cost of updates: the identity on all parameters of a GPT-2 shape, over none."""
 
 from __future__ import annotations
 
