@@ -1,4 +1,4 @@
-"""Measure what a monitor on all modules adds to a forward, beside the hooks.
+"""Measure what a monitor on all modules adds to a forward, beside hooks written by hand.
 
 A model of GPT-2's shape with 8 layers, 256 wide, 112 modules, on 4 × 64 tokens; it trains, so
 dropout is on. Hand-written hooks call `.mean().item()` and `.std().item()`; the monitor reports the
