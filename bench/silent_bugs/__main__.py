@@ -29,7 +29,7 @@ from hookline.integrations.scripts.run_settings import RunSettings
 from hookline.runs import read_records
 
 ROOT = Path(__file__).parent
-FOLDERS = ("bugs", "blind", "healthy")
+FOLDERS = ("bugs", "blind", "blind2", "healthy", "healthy2")
 TIMEOUT = 300
 
 
@@ -73,7 +73,7 @@ def main() -> None:
         for folder in options.folders
         for name, facts in _corpus(folder)
         if options.match in name
-        for form in (("bug", "fixed") if folder != "healthy" else ("healthy",))
+        for form in (("healthy",) if folder.startswith("healthy") else ("bug", "fixed"))
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = []
