@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hookline.errors import ConfigError
-from hookline.probes.module_selection import clean_names, select
+from hookline.probes.module_selection import select
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
 
@@ -70,6 +70,10 @@ def group(tmp_path):
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+def clean_names(model):
+    return select(model, "**")
 
 
 def names(model, which):

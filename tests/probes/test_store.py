@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field, fields
-from enum import Enum
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -183,10 +182,6 @@ class Empty:
     pass
 
 
-class Mode(Enum):
-    TRAIN = 1
-
-
 def test_a_cache_that_the_model_goes_on_filling_is_copied_also_while_it_is_empty():
     for value in (Cache(Layer(None, None)), Cache(Layer(None, torch.ones(1)))):
         new = map_tensors(value, torch.clone)
@@ -282,12 +277,6 @@ def test_a_state_shows_shapes_instead_of_values():
         "CapturedState('mlp', probe='p', step=3, call=1, "
         "input=(float32[2, 3],), output={'x': float32[1]})"
     )
-
-
-def test_a_state_yields_all_its_tensors():
-    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
-    s = CapturedState("m", input=(a,), kwargs={"mask": b}, output=Output(logits=c), gradient=(d,))
-    assert [t.item() for t in s.tensors()] == [0, 1, 2, 3]
 
 
 def test_memory_is_counted_once_and_whole_under_views():

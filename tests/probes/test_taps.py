@@ -89,15 +89,6 @@ def x_of(n: int = 3) -> torch.Tensor:
     return torch.randn(n, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
 
-def test_a_tap_returns_the_value_itself_with_and_without_probes() -> None:
-    x = torch.ones(2)
-    assert tap(x, "a") is x
-    probe = Seen("last")
-    probe.attach(Model())
-    assert tap(x, "last") is x
-    probe.detach()
-
-
 def test_a_probe_sees_named_values_by_name_and_by_glob() -> None:
     model = Model()
     by_name, by_glob, deep = Seen("block.1.scores"), Seen("block.*.scores"), Seen("**")

@@ -180,9 +180,13 @@ class DebugProbe(BuiltIn, Probe):
             self._expect_gradients(call)
         self._measure(_finding(call, "output"), call.output)
         attachment = self.attachment
-        is_outside = attachment is not None and attachment.forward_number is None
-        if is_outside and attachment is not None and attachment.context is None:
+        if self._is_outside and attachment is not None and attachment.forward_number is None:
             self.check()  # no end of a forward will come
+
+    @property
+    def _is_outside(self) -> bool:
+        """Whether this is outside of training, where no step has an end."""
+        return self.attachment is None or self.attachment.context is None
 
     def _measure(self, finding: Finding, value: Any) -> None:
         measured = _Measured(finding)
@@ -210,11 +214,7 @@ class DebugProbe(BuiltIn, Probe):
 
     def _measure_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
         self._measure(finding, gradient)
-        self._check_after_backward()
-
-    def _check_after_backward(self) -> None:
-        outside = self.attachment is not None and self.attachment.context is None
-        if outside and not self._check_queued:
+        if self._is_outside and not self._check_queued:
             self._check_queued = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.check)
@@ -223,8 +223,7 @@ class DebugProbe(BuiltIn, Probe):
 
     def forward_end(self) -> None:
         """Check at the end of a forward, except in training, where the step has an end."""
-        in_training = self.attachment is not None and self.attachment.context is not None
-        if not (in_training and torch.is_grad_enabled()):
+        if self._is_outside or not torch.is_grad_enabled():
             self.check()
 
     def on_step_end(self, trainer: Any) -> None:
