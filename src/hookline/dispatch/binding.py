@@ -235,14 +235,13 @@ def _unknown_parameter(name: str, event: Event, label: str) -> SignatureError:
 
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
     "float": lambda value: value if value is None or type(value) is float else float(value),
-    "lazy": lambda value: value if type(value) in _LAZY else LazyFloat(value),
+    "lazy": lambda value: value if value is None or type(value) is LazyFloat else LazyFloat(value),
     "str": lambda value: None if value is None else str(value),
     "path": lambda value: None if value is None else Path(value),
     "eval": lambda value: Metrics.for_eval(value) if type(value) is Metrics else value,
 }
 """The functions that convert a value, by form."""
 
-_LAZY = (type(None), LazyFloat)
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"}
 
 

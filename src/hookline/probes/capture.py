@@ -165,7 +165,8 @@ class Capture(BuiltIn, Probe):
             )
         self._limits = (max_states, bytes_of(memory_limit_mb))
         self._reset_results()
-        self.store = self.store if store is None else store
+        if store is not None:
+            self.store = store
 
     def _reset_results(self) -> None:
         self.store = Store(*self._limits)
