@@ -85,10 +85,6 @@ def test_names_are_unique_and_common_arguments_those_of_the_design():
     assert [argument.name for argument in COMMON] == EVERYWHERE
 
 
-def test_the_base_class_has_no_other_on_methods():
-    assert {name for name in vars(hookline.Hook) if name.startswith("on_")} == set(NAMES)
-
-
 def test_schedules_apply_to_per_step_events_only():
     always = {name for name, event in EVENTS.items() if not event.per_step}
     assert always == {
@@ -104,27 +100,6 @@ def test_schedules_apply_to_per_step_events_only():
         "on_exception",
         "on_train_end",
     }
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("on_batch_ends", "on_batch_end"),
-        ("on_trainend", "on_train_end"),
-        ("before_backward", "on_before_backward"),
-        ("on_optimiser_step", "optimizer_step"),
-    ],
-)
-def test_the_error_for_a_misspelled_event_names_the_nearest_one(wrong, right):
-    with pytest.raises(hookline.UnknownEventError, match=f"'{wrong}'.*Did you mean '.*{right}'"):
-        find_event(wrong)
-
-
-def test_the_error_for_any_other_name_lists_the_events():
-    with pytest.raises(hookline.UnknownEventError) as caught:
-        find_event("zzz")
-    assert "Did you mean" not in str(caught.value)
-    assert all(name in str(caught.value) for name in EVENTS)
 
 
 # The map shows one training run. It has "batches" for the batches of validation and "checkpoint"

@@ -4,9 +4,7 @@ After a change of the compiler, `python tests/dispatch/test_compiler.py` rewrite
 """
 
 import gc
-import io
 import linecache
-import pdb
 import re
 import sys
 import traceback
@@ -102,20 +100,6 @@ def test_the_line_is_right_in_every_function_of_the_dispatcher(options):
     assert frames[-1].line.endswith("hook1(a_step)  # 'late' (Broken.on_step_end)")
 
 
-def test_a_debugger_lists_the_generated_source():
-    manager = HookManager([Broken()], settings=HookSettings(isolate=False))
-    with pytest.raises(ValueError, match="no luck") as caught:
-        manager.fire("on_step_end", step=1)
-    output = io.StringIO()
-    commands = io.StringIO("up\nlist\nquit\n")
-    debugger = pdb.Pdb(stdin=commands, stdout=output, nosigint=True, readrc=False)
-    debugger.use_rawinput = False
-    debugger.reset()
-    debugger.interaction(None, caught.tb)
-    listed = output.getvalue().partition("(Pdb) ")[2]
-    assert re.search(r"\n +\d+ +>>\s+try: hook0\(a_step\)  # 'broken' \(Broken", listed)
-
-
 def test_a_source_is_removed_when_its_dispatcher_is_garbage_collected(new_sources):
     manager = HookManager([Watch()])
     for name in ("a", "b", "c"):
@@ -127,13 +111,6 @@ def test_a_source_is_removed_when_its_dispatcher_is_garbage_collected(new_source
     del manager
     gc.collect()
     assert new_sources() == {}
-
-
-def test_the_sources_survive_a_check_of_the_cache_for_changed_files(new_sources):
-    manager = HookManager([Watch()])
-    manager.fire("on_step_end", step=1, loss=0.5)
-    linecache.checkcache()
-    assert len(new_sources()) == 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import torch
 from hookline import (
     Hook,
     HookManager,
-    HookRunner,
     HookSettings,
     Metrics,
     StepContext,
@@ -250,45 +249,5 @@ def test_the_researchers_dialect_captures_and_lets_go(trained):
     assert len(attach.captured) == 2
 
 
-def test_the_small_trainers_loop_calls_its_manager_in_its_own_words():
-    hooks = HookManager([hook := RunningMean()])
-    state = {"status": "training", "current_epoch": 3}
-    hooks.on_train_begin(state)
-    hooks.on_epoch_begin(3, state)
-    hooks.on_batch_end(0, 1.0, state)
-    hooks.on_batch_end(1, 2.0, state)
-    hooks.on_epoch_end(3, state)
-    hooks.on_train_end({"status": "completed"})
-    assert hook.log == ["training", (3, 3, 1.5), "completed"]
-
-
-def test_the_large_loop_calls_its_runner_in_its_own_words():
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = HookRunner([hook := Heartbeat()])
-    runner.on_train_begin({"steps": 1})
-    runner.on_step_end(StepContext(1, 0.5, 1.0, 0.1, 8, model, optimizer))
-    runner.on_eval_end({"eval/loss": 1.0, "eval/perplexity": math.e}, 1)
-    runner.on_checkpoint_save(1, "checkpoints")
-    runner.on_train_end(1, 8)
-    assert hook.log == [
-        ("config", {"steps": 1}),
-        ("step", 1, 0.5, 0.1, 8),
-        ("eval", 1.0, math.e, 1),
-        ("saved", 1, "checkpoints"),
-        ("end", 1, 8),
-    ]
-
-
 def test_the_dialects_names_are_one_class():
     assert TrainerHooks is TrainingHook is Hook
-
-
-def test_a_method_of_a_dialect_can_be_called_with_a_stand_in_trainer():
-    optimizer = torch.optim.Adam(torch.nn.Linear(1, 1).parameters(), lr=0.001)
-    trainer = SimpleNamespace(name="stand-in", optimizers=[optimizer])
-    guard = LossGuard(limit=5.0)
-    guard.on_train_start(trainer)
-    guard.on_train_batch_end(trainer, None, 0, "toy", {"loss": 15.0})
-    assert guard.log == [("start", "stand-in"), ("high", "toy", 0, "15.00")]
-    assert optimizer.param_groups[0]["lr"] < 0.001

@@ -53,11 +53,6 @@ def info(manager, name):
 # -- isolation -------------------------------------------------------------------------------------
 
 
-def test_a_failing_hook_does_not_stop_training():
-    manager = HookManager([Failing()])
-    manager.fire("on_step_end", step=1)
-
-
 def test_the_hooks_before_and_after_a_failing_one_still_run():
     manager = HookManager([before := Sound(), Failing(), after := Sound()])
     manager.fire("on_step_end", step=1)
@@ -187,13 +182,6 @@ def test_a_failing_critical_hook_stops_training_with_a_clear_error():
     assert info(manager, "critical").failures == 1
 
 
-def test_a_hook_registered_as_strict_stops_training_when_it_fails():
-    manager = HookManager()
-    manager.add_hook(Failing(), strict=True)
-    with pytest.raises(HookFailedError, match="'failing'"):
-        manager.fire("on_step_end", step=1)
-
-
 def test_a_critical_hook_is_never_disabled():
     manager = HookManager([hook := Critical()])
     for step in range(5):
@@ -268,13 +256,6 @@ def test_isolation_can_be_turned_off_for_debugging():
         manager.fire("on_step_end", step=1)
     assert caught.value is error
     assert caught.traceback[-1].name == "on_step_end"
-
-
-def test_a_missing_argument_does_not_count_as_a_failure_of_the_hook():
-    manager = HookManager([Failing()])
-    with pytest.raises(Exception, match="fired without 'step'"):
-        manager.fire("on_step_end")
-    assert info(manager, "failing").failures == 0
 
 
 # -- a hint ----------------------------------------------------------------------------------------

@@ -52,12 +52,6 @@ def test_states_are_saved_and_loaded_by_name():
     assert (report.missing, report.orphaned) == ((), ())
 
 
-def test_the_default_state_is_empty_and_can_be_loaded():
-    hook = Plain()
-    assert hook.state_dict() == {}
-    assert hook.load_state_dict({}) is None
-
-
 def test_a_hook_without_a_saved_state_is_reported(caplog):
     manager = HookManager([Mean("old"), Mean("new"), Plain()])
     report = manager.load_state_dict({"old": {"total": 1.0}})
@@ -115,12 +109,6 @@ def test_the_error_names_the_hook_that_cannot_load_its_state():
     with pytest.raises(HookStateError, match=r"'resumer' \(Broken\).*KeyError: 'total'") as caught:
         manager.load_state_dict({"resumer": {}})
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize("states", [None, [], "state"])
-def test_an_invalid_state_raises_an_error(states):
-    with pytest.raises(HookStateError, match="a mapping from hook names"):
-        HookManager([Mean()]).load_state_dict(states)
 
 
 def test_only_the_state_is_saved_and_not_the_registration():

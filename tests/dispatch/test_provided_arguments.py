@@ -74,21 +74,6 @@ def test_a_hook_that_is_not_due_may_lack_an_argument():
     assert note.seen == [2]
 
 
-def test_a_hook_is_called_without_optional_arguments():
-    hook = Hook("watch")
-    seen = []
-    hook.on_step_end = lambda step, loss=None, **rest: seen.append((step, loss))
-    manager = HookManager([hook])
-    manager.dispatchers.on_step_end(Sparse())
-    assert seen == [(2, None)]
-    assert manager.describe()[0].status == "enabled"
-
-
-class Sparse(Loop):
-    def __getattr__(self, name):
-        raise NotProvidedError(name)
-
-
 def test_a_strict_hook_that_lacks_an_argument_stops_training():
     manager = HookManager()
     manager.add_hook(WantsLoss(), strict=True)

@@ -102,21 +102,6 @@ def test_a_scheduled_hook_that_is_disabled_from_inside_is_not_called_any_more():
 # -- a hook that fires events ----------------------------------------------------------------------
 
 
-def test_a_hook_can_fire_another_event_which_runs_at_once():
-    manager = HookManager()
-    seen = []
-    outer, inner = Hook(), Hook()
-    outer.on_step_end = lambda step: (
-        seen.append("before"),
-        manager.fire("on_checkpoint_save", path="p", step=step),
-        seen.append("after"),
-    )
-    inner.on_checkpoint_save = lambda path, step: seen.append((path, step))
-    manager.register_hooks([outer, inner])
-    manager.fire("on_step_end", step=3)
-    assert seen == ["before", ("p", 3), "after"]
-
-
 def test_a_hook_can_fire_its_own_event_within_itself():
     manager = HookManager(settings=HookSettings(isolate=False))
     seen = []

@@ -310,15 +310,6 @@ def test_steps_that_are_kept_have_the_numbers_of_their_step(clip, in_tensor):
 # -- messages --------------------------------------------------------------------------------------
 
 
-def test_pl_module_is_an_error_that_names_the_model_and_the_trainer():
-    class Watch(Hook):
-        def on_train_end(self, trainer, pl_module):
-            pass
-
-    with pytest.raises(hookline.SignatureError, match=r"`pl_module` is `model` here.*`trainer`"):
-        HookManager([Watch()])
-
-
 # -- cost ------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
 import hookline
-from hookline.probes import Capture, Debug, Edit, Monitor, Probes
+from hookline.probes import Capture, Debug, Edit, Monitor
 from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 
@@ -121,17 +121,6 @@ def test_a_transform_within_the_model_hides_only_what_is_in_it() -> None:
             model(torch.ones(3, 8))
     assert set(results) == {"", "outer"}
     assert [state.call for state in results.states("outer")] == [0, 0]
-
-
-def test_a_probe_on_a_single_module_stands_aside_too(caplog: pytest.LogCaptureFixture) -> None:
-    layer = nn.Linear(2, 2)
-    with Probes() as probes:
-        probes.register_monitoring_hook(layer, "a", ["mean"])
-        vmap(layer)(torch.ones(3, 2))
-        assert probes.get_metrics("a") == {}
-        layer(torch.ones(3, 2))
-        assert "mean" in probes.get_metrics("a")
-    assert len(messages(caplog)) == 1
 
 
 def test_an_edit_acts_within_a_transform_and_can_be_toggled_there() -> None:

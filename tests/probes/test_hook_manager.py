@@ -146,15 +146,6 @@ def test_removing_frees_what_was_captured():
 # -- the constructor's arguments
 
 
-def test_an_edit_hook_changes_inputs_too():
-    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
-    with HookManager(enable_intervention=True) as manager:
-        manager.register_edit_hook(layer, "a", "scale", 2.0, at="input")
-        assert torch.equal(layer(x), nn.functional.linear(2 * x, layer.weight, layer.bias))
-        manager.disable_hook("a")
-        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-
-
 def test_max_captured_states_is_over_all_hooks():
     layer, other = nn.Linear(2, 3), nn.Linear(2, 3)
     with HookManager(max_captured_states=4) as manager:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hookline.errors import ConfigError
-from hookline.probes.module_selection import clean_names, select
+from hookline.probes.module_selection import select
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
 
@@ -70,6 +70,10 @@ def group(tmp_path):
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+def clean_names(model):
+    return select(model, "**")
 
 
 def names(model, which):
@@ -130,12 +134,6 @@ def test_types_can_be_joined(net):
     assert names(net, WideMlp | nn.GELU) == both
     assert names(net, Union[WideMlp, nn.GELU]) == both  # noqa: UP007 - as people write it
     assert "Optional" in error_message(net, Optional[nn.Conv2d])  # noqa: UP045
-
-
-@pytest.mark.parametrize("thing", [None, lambda a: a, nn.Linear])
-def test_anything_but_a_model_is_an_error(thing):
-    with pytest.raises(ConfigError, match=r"of a torch\.nn\.Module, not of"):
-        select(thing, "h")
 
 
 def test_a_module_chooses_itself(net):
@@ -215,30 +213,12 @@ def test_names_with_wrapper_parts_are_understood(net):
     assert list(select(net, "module")) == [""]
 
 
-def test_a_part_that_was_compiled_alone_keeps_its_name(net):
-    plain = clean_names(net)
-    net.blocks[2] = torch.compile(net.blocks[2])
-    assert clean_names(net) == plain
-    assert list(select(net, Block)) == [f"blocks.{i}" for i in range(12)]
-
-
 def test_activation_checkpointing_does_not_change_names(net):
     plain = clean_names(net)
     for i, block in enumerate(net.blocks):
         net.blocks[i] = checkpoint_wrapper(block)
     assert clean_names(net) == plain
     assert list(select(net, "blocks.1._checkpoint_wrapped_module.mlp")) == ["blocks.1.mlp"]
-
-
-def test_a_wrapper_can_be_given_as_a_module(net):
-    wrapper = net.blocks[1] = checkpoint_wrapper(net.blocks[1])
-    assert select(net, wrapper) == {"blocks.1": wrapper}
-
-
-def test_data_parallel_does_not_change_names(net):
-    model = nn.DataParallel(net)
-    assert clean_names(model) == clean_names(net)
-    assert list(select(model, "module.blocks.*.mlp")) == BLOCK_MLPS
 
 
 def test_ddp_and_compiling_do_not_change_names(net, group):
@@ -280,12 +260,6 @@ def test_an_attribute_of_the_model_called_module_is_kept():
     assert clean_name("module.0") == "module.0"
 
 
-def test_clean_name_removes_only_unambiguous_wrapper_parts():
-    assert clean_name("_orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
-    assert clean_name("_fsdp_wrapped_module.module.b") == "module.b"
-    assert clean_name("_orig_mod") == ""
-
-
 def test_choosing_modules_imports_no_wrapper():
     script = (
         "import sys, torch\n"
@@ -322,21 +296,10 @@ def test_a_tied_module_has_the_name_that_was_asked_for(tied, which):
     assert select(tied, which) == {"decoder.0": tied["encoder"][0]}
 
 
-def test_a_tied_module_asked_for_under_both_names_is_chosen_once(tied):
-    assert list(select(tied, ["decoder", "encoder"])) == ["decoder"]
-    assert list(select(tied, ["decoder", "middle"])) == ["middle", "decoder"]
-
-
 def test_a_module_that_contains_itself_is_walked_once():
     model = nn.Sequential(nn.Sequential(nn.ReLU()))
     model[0].add_module("parent", model)
     assert list(clean_names(model)) == ["", "0", "0.0"]
-
-
-def test_a_submodule_that_is_none_is_skipped():
-    model = nn.Sequential(nn.ReLU())
-    model.register_module("empty", None)
-    assert list(clean_names(model)) == ["", "0"]
 
 
 # -- parameters
@@ -368,8 +331,3 @@ def test_parameters_have_the_names_of_the_model_whatever_wraps_it(net, group):
         assert list(parameters_by_name(wrapped)) == list(plain.values())
         chosen = named_parameters(wrapped, ["blocks.0.norm.*"])
         assert list(chosen.values()) == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
-
-
-def test_a_model_without_parts_is_chosen_itself():
-    with pytest.raises(ConfigError, match="choose the model itself, with ''"):
-        select(nn.Linear(2, 2), "layer")

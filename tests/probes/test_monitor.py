@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import Net, batches, make, same, train, weights
+from loops import Net, batches, make, same, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -98,16 +98,6 @@ def test_the_default_metrics_are_those_of_all_calls_together(where):
         assert tuple(report[name]) == DEFAULT_METRICS
         assert report[name] == pytest.approx(definition(torch.cat(outputs)), rel=1e-5, abs=1e-6)
     assert report["drop"]["zeros"] > 0.1
-
-
-def test_a_report_begins_anew():
-    model, monitor = nn.Sequential(Gives()), Monitor("0", ["mean"])
-    monitor.attach(model)
-    model(torch.ones(3))
-    assert monitor.report() == {"0": {"mean": 1.0}}
-    assert monitor.report() == {}
-    model(torch.full((3,), 2.0))
-    assert monitor.report() == {"0": {"mean": 2.0}}
 
 
 sizes = st.lists(st.integers(0, 40), min_size=1, max_size=8)
@@ -321,7 +311,6 @@ def test_units_of_convolutions_and_images_are_their_channels():
     image = torch.zeros(2, 5, 4, 4)
     image[:, 0] = 1
     assert report_of(image, metrics=["dead"]) == {"dead": 0.8}
-    assert report_of(image, metrics=["dead"], unit_dim=-1) == {"dead": 0.0}
     assert report_of(torch.tensor([[1.0, 0], [1, 0]]), metrics=["dead"]) == {"dead": 0.5}
 
 
@@ -359,12 +348,6 @@ def test_functions_of_ones_own_are_averaged_over_calls():
         functions={"largest": torch.max, "length": len, "half": lambda x: x.max().half()},
     )
     assert found == {"largest": 4.0, "length": 1.5, "half": 4.0}
-
-
-def test_functions_come_beside_metrics():
-    found = report_of(torch.ones(2), metrics=["max", "mean"], functions={"own": torch.sum})
-    assert found == {"max": 1.0, "mean": 1.0, "own": 2.0}
-    assert list(found) == ["max", "mean", "own"]
 
 
 def test_a_functions_view_is_copied():
@@ -421,17 +404,6 @@ def test_a_function_that_returns_no_number_is_told_so(value):
 def test_options_that_do_not_fit_are_errors_when_it_is_made(options, message):
     with pytest.raises(ConfigError, match=message):
         Monitor("**", **options)
-
-
-def test_only_steps_that_are_reported_are_measured(tmp_path):
-    calls = []
-    monitor = Monitor("first", functions={"own": lambda x: calls.append(1) or 0})
-    fit(monitor, every=3, data=batches(7), folder=tmp_path)
-    assert len(calls) == 2
-    assert [(one["step"], one["name"]) for one in logged(tmp_path)] == [
-        (3, "probes/first/own"),
-        (6, "probes/first/own"),
-    ]
 
 
 def test_a_copy_and_a_pickle_measure_for_themselves():
@@ -627,15 +599,6 @@ def test_what_a_run_that_ended_within_a_step_has_left_is_not_reported_by_the_nex
         fit(Interrupts(), monitor, every=2, accumulate=2)
     fit(monitor, every=2, folder=tmp_path, data=batches(8), accumulate=2)
     assert [one["step"] for one in logged(tmp_path)] == [2, 4]
-
-
-def test_in_a_bare_loop_it_reports_too(tmp_path):
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, runs=tmp_path) as session:
-        session.add_hook(Monitor("**"), every=2)
-        train(model, optimizer, batches(5))
-    assert {one["step"] for one in logged(tmp_path)} == {2, 4}
-    assert len(logged(tmp_path)) == 2 * 4 * len(DEFAULT_METRICS)
 
 
 class Checkpointed(nn.Module):

@@ -58,13 +58,6 @@ def test_it_is_toggled_by_name_and_removed_also_while_training():
     assert on_model == [False, True, False, False, False]
 
 
-def test_training_is_bit_for_bit_the_same_with_a_probe():
-    plain, probed = make(), make()
-    Trainer(config(seed=1), *plain).fit(batches(4))
-    Trainer(config(seed=1), *probed, hooks=[Sees("*")]).fit(batches(4))
-    assert same(weights(plain[0]), weights(probed[0]))
-
-
 def test_a_failing_probe_is_isolated_and_disabled(caplog):
     class Fails(Probe):
         def after(self, call):
@@ -170,14 +163,6 @@ def test_a_strict_probe_that_draws_random_numbers_ends_training():
     trainer.add_hook(Draws(), strict=True)
     with pytest.raises(ObserverError, match="Draws used a global random number generator"):
         trainer.fit(batches(2))
-
-
-def test_it_is_listed_in_the_manifest(tmp_path):
-    model, optimizer = make()
-    trainer = Trainer(config(runs=tmp_path), model, optimizer, hooks=[Sees("first")])
-    trainer.fit(batches(1))
-    kinds = {hook["name"]: hook["kind"] for hook in trainer.run.manifest["hooks"]}
-    assert kinds["sees"] == "probe"
 
 
 def test_a_probe_that_is_interrupted_leaves_the_model_clean():

@@ -181,14 +181,6 @@ def test_a_function_needs_its_kind_and_a_hook_has_one():
         manager.add_hook(lambda gradient: None, kind="update")
 
 
-def test_a_class_without_a_call_fails_with_its_name():
-    class Empty(UpdateHook):
-        pass
-
-    with pytest.raises(HookFailedError, match=r"Empty has no __call__\(self, gradients\)"):
-        fit(Empty())
-
-
 def test_updates_see_unscaled_gradients_under_a_scaler():
     plain, scaled = [], []
     fit(

@@ -233,32 +233,12 @@ def _unknown_parameter(name: str, event: Event, label: str) -> SignatureError:
 # -- the forms of values ---------------------------------------------------------------------------
 
 
-def _to_float(value: Any) -> Any:
-    return value if value is None or type(value) is float else float(value)
-
-
-def _to_lazy(value: Any) -> Any:
-    return value if value is None or type(value) is LazyFloat else LazyFloat(value)
-
-
-def _to_str(value: Any) -> Any:
-    return None if value is None else str(value)
-
-
-def _to_path(value: Any) -> Any:
-    return None if value is None else Path(value)
-
-
-def _to_eval(metrics: Any) -> Any:
-    return Metrics.for_eval(metrics) if type(metrics) is Metrics else metrics
-
-
 CONVERSIONS: Mapping[str, Callable[[Any], Any]] = {
-    "float": _to_float,
-    "lazy": _to_lazy,
-    "str": _to_str,
-    "path": _to_path,
-    "eval": _to_eval,
+    "float": lambda value: value if value is None or type(value) is float else float(value),
+    "lazy": lambda value: value if value is None or type(value) is LazyFloat else LazyFloat(value),
+    "str": lambda value: None if value is None else str(value),
+    "path": lambda value: None if value is None else Path(value),
+    "eval": lambda value: Metrics.for_eval(value) if type(value) is Metrics else value,
 }
 """The functions that convert a value, by form."""
 

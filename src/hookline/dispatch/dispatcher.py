@@ -48,7 +48,6 @@ class DispatcherTable:
         self._in_use: dict[str, WeakSet[Dispatcher]] = {
             event: WeakSet() for event in Dispatchers.__slots__
         }
-        self._fired = dict.fromkeys(Dispatchers.__slots__, 0)
 
     def invalidate(self, event: str) -> None:
         """Replace an event's dispatcher by a stub that compiles a new one when fired.
@@ -59,7 +58,6 @@ class DispatcherTable:
             old = self._compiled.pop(event, None)
             if old is not None:
                 old.update_counts()
-                self._fired[event] += old.fired
             stub = partial(self._compile_and_fire, event) if self.manager.listening(event) else None
             setattr(self.dispatchers, event, stub)
 
@@ -95,30 +93,27 @@ class DispatcherTable:
                 entries = self.manager.listening(event)
                 if not entries:
                     return  # another thread removed the last one after the stub was looked up
-                dispatcher = self.make(event, entries, self._fired[event])
+                dispatcher = self.make(event, entries)
                 self._compiled[event] = dispatcher
                 setattr(self.dispatchers, event, dispatcher.function)
             self.clock.start_unless_running()
             function = self._compiled[event].function
         function(context)
 
-    def make(self, event: str, entries: Sequence[Entry], fired: int) -> Dispatcher:
+    def make(self, event: str, entries: Sequence[Entry]) -> Dispatcher:
         """Return a dispatcher whose calls are counted, and in which hooks can be deactivated."""
-        dispatcher = Dispatcher(self, event, entries, fired)
+        dispatcher = Dispatcher(self, event, entries)
         self._in_use[event].add(dispatcher)
         return dispatcher
 
 
 class Dispatcher:
-    """Calls hooks for one event, `fired` so often before; `function(context)` fires it."""
+    """Calls hooks for one event; `function(context)` fires it."""
 
-    def __init__(
-        self, table: DispatcherTable, event: str, entries: Sequence[Entry], fired: int
-    ) -> None:
+    def __init__(self, table: DispatcherTable, event: str, entries: Sequence[Entry]) -> None:
         self.table = table
         self.event = event
         self.entries = tuple(entries)
-        self.fired_before = fired
         self._counted = [0] * len(self.entries)
         self._signatures: list[CallSignature] = []
         self._globals: dict[str, Any] = {
@@ -190,7 +185,7 @@ class Dispatcher:
         """Return after how many events the next one is timed; called by the timed ones."""
         clock = self.table.clock
         clock.check_budget(partial(_step_of, context), self.table.manager.summary)
-        gap = clock.next_gap(self.fired_before + self._next_timed)
+        gap = clock.next_gap(self._next_timed)
         self._next_timed += gap
         return gap
 
@@ -227,8 +222,7 @@ class Dispatcher:
                 entry.call_stats[self.event].calls += 1
                 fatal = _first_error(fatal, self._handle_failure(i, failure))
         if others:
-            fired = self.fired_before + self.fired
-            self.table.make(self.event, others, fired).function(context)
+            self.table.make(self.event, others).function(context)
         if fatal is not None:
             raise fatal
 

@@ -111,7 +111,6 @@ class Attachment:
     def _register(self) -> None:
         self.enabled = True
         for site in self.sites.values():
-            site.enabled = True
             if not site.handles:
                 site.attach()
         self._attach_boundaries()
@@ -141,7 +140,6 @@ class Attachment:
         with HeldInterrupts():
             self.enabled = False
             for site in self.sites.values():
-                site.enabled = False
                 if not site.compiled:
                     site.detach()
             self.refresh()
@@ -152,7 +150,7 @@ class Attachment:
 
     def silence(self) -> None:
         """Hide calls from the probe for good, and leave the hooks on the modules, which is fast."""
-        self.enabled, self.guard = False, _ignore
+        self.enabled = False
         self.refresh()
 
     def close(self) -> None:
@@ -347,10 +345,6 @@ class Attachment:
         if self.taps is not None and (unmatched := self.taps.unmatched):
             names = listed(unmatched)
             log.warning(template, self.probe.probe_name, "value named", names, self.taps.hint())
-
-
-def _ignore(function: Callable[..., Any], *args: Any) -> None:
-    """Do not call a method of a probe."""
 
 
 def _check_observer(probe: Probe, name: str) -> Callable[..., Any]:

@@ -135,7 +135,6 @@ class Site:
     attachment: Attachment
     name: str
     module: torch.nn.Module | None
-    enabled: bool = False
     was_called: bool = False
     compiled: bool = False
     paired: bool = False  # whether `before` sees the calls, too
@@ -216,9 +215,9 @@ class Site:
 
     def before_compiled(self, tensors: list[torch.Tensor]) -> None:
         """Handle the operator before the module having run, in a compiled graph."""
-        if is_recomputing() or not self.enabled:
-            return
         attachment, probe = self.attachment, self.attachment.probe
+        if is_recomputing() or not attachment.enabled:
+            return
         index = attachment.next_index(self.name)
         call = self._make_call(tuple(tensors), {}, index, compiled=True)
         attachment.local.state.calls.append((call, sys.exception()))
@@ -233,7 +232,7 @@ class Site:
         attachment = self.attachment
         probe = attachment.probe
         call, _ = attachment.local.state.pop(self.name, tensors)
-        if not self.enabled or (probe.edits and probe.compiled_edit(self.name) is not None):
+        if not attachment.enabled or (probe.edits and probe.compiled_edit(self.name) is not None):
             return
         index = attachment.count(self.name)
         if call is None or not call.compiled:  # its start was not compiled with it
@@ -340,7 +339,7 @@ class ModuleCallback(_NotCopied):
         if is_compiling():
             return self._trace_before(args, kwargs) if self._before else self._trace_after(output)
         site = self.site
-        if not site.enabled:  # hooks that were compiled stay registered
+        if not site.attachment.enabled:  # hooks that were compiled stay registered
             return None
         if self._before:
             return site.before(args, kwargs) if self._wants_before else None

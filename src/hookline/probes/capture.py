@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,8 +29,6 @@ from hookline.probes.probe import Probe
 from hookline.probes.store import CapturedState, Counts, PendingState, Store, Wait
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.nested import tensors_in
-
-log = logging.getLogger("hookline")
 
 _MEMORY_LIMIT_MB = 1024.0
 
@@ -131,7 +128,7 @@ class Capture(BuiltIn, Probe):
     )
     hookline_group = HookGroup.MONITOR
     probe_name = "capture"
-    _results = ("_store", "_key", "_names")
+    _results = ("store", "_key", "_names")
 
     def __init__(
         self,
@@ -167,14 +164,16 @@ class Capture(BuiltIn, Probe):
                 "them to the store."
             )
         self._limits = (max_states, bytes_of(memory_limit_mb))
-        self._reset_results(store)
+        self._reset_results()
+        if store is not None:
+            self.store = store
 
-    def _reset_results(self, store: Store | None = None) -> None:
-        self._store = Store(*self._limits) if store is None else store
+    def _reset_results(self) -> None:
+        self.store = Store(*self._limits)
+        """The store of the states."""
         self._key = object()  # of its states in the store
         self._layers: dict[str, int | None] = {}
         self._names: set[str] = set()  # of its modules
-        self._warned = False
 
     def choose(self, model: torch.nn.Module) -> dict[str, torch.nn.Module]:
         """Return the model's modules to capture, and note their names."""
@@ -203,7 +202,7 @@ class Capture(BuiltIn, Probe):
             state.output = self._extractor.extract(output, name, waits)
         if isinstance(state, PendingState):
             state.waits = waits
-        key = self._store.add(self._key, state)
+        key = self.store.add(self._key, state)
         if self._contents["gradient"]:
             self._expect_gradient(call, key)
 
@@ -220,34 +219,22 @@ class Capture(BuiltIn, Probe):
         return layer
 
     def _expect_gradient(self, call: Call, key: int) -> None:
-        if call.compiled:
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "The probe '%s' cannot see gradients in a compiled model: they stay None.",
-                    self.probe_name,
-                )
+        if not self.can_see_gradients(call):
             return
-        # A leaf, such as a parameter, has its own `.grad`.
-        tensors = [tensor for tensor in tensors_in(call.output) if tensor.grad_fn is not None]
-        if tensors and self.attachment is not None:
+        has_graph = any(tensor.grad_fn is not None for tensor in tensors_in(call.output))
+        if has_graph and self.attachment is not None:
             guard = self.attachment.guard
-            gradients = OutputGradients(call.name, self._extractor, self._store, key, guard)
-            gradients.expect(call.output, tensors)
-
-    @property
-    def store(self) -> Store:
-        """The store of the states."""
-        return self._store
+            gradients = OutputGradients(call.name, self._extractor, self.store, key, guard)
+            gradients.expect(call.output)
 
     @property
     def counts(self) -> Counts:
         """How many states there were, and where they are."""
-        return self._store.counts(self._key)
+        return self.store.counts(self._key)
 
     def states(self, module: str | None = None) -> list[CapturedState]:
         """Return the states of one module, or of all, in the order of the calls."""
-        return self._store.states(self._key, None if module is None else self._resolve(module))
+        return self.store.states(self._key, None if module is None else self._resolve(module))
 
     def _resolve(self, module: str) -> str:
         """Return the name that a module is captured under."""
@@ -273,11 +260,11 @@ class Capture(BuiltIn, Probe):
 
     def clear(self) -> None:
         """Free the states; capturing continues."""
-        self._store.clear(self._key)
+        self.store.clear(self._key)
 
     def forget(self) -> None:
         """Free the states and reset the counts."""
-        self._store.forget(self._key)
+        self.store.forget(self._key)
 
     def _explain_missing(self, module: Any) -> str:
         if not isinstance(module, str):

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-from pydantic import PositiveInt
 
 from hookline.arguments import check_mapping, read_attribute, show_value
 from hookline.errors import ArgumentError, ConfigError, HookFailedError, ProbeError, listed, nearest
@@ -29,7 +28,7 @@ from hookline.tensors.sharded import nested_values
 log = logging.getLogger("hookline")
 
 _MAX_UNREAD = 4096  # calls that are measured before they are read, if no step or forward ends
-
+_MAX_FINDINGS = 100  # above it they are only counted
 
 Conditions: TypeAlias = Any
 """`"nonfinite"`, `"dead"`, `{"magnitude": 1e4}`, a function of a tensor, or a list of these."""
@@ -104,11 +103,13 @@ class Finding:
 
 @dataclass(slots=True, eq=False)
 class _Measured:
-    """The measurements of one call, not read yet."""
+    """The measurements of one call, not read yet.
+
+    Each value is a condition of a user with its answer, or None with the extremes of a tensor.
+    """
 
     finding: Finding
-    extremes: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[Any])
-    answers: list[tuple[Condition, torch.Tensor | bool]] = field(default_factory=list[Any])
+    values: list[tuple[Any, ...]] = field(default_factory=list[Any])
 
 
 class _FindingError(ProbeError, HookFailedError):
@@ -135,7 +136,6 @@ class DebugProbe(BuiltIn, Probe):
         gradients: Check the gradients of the outputs, too; not in compiled models and reentrant
             activation checkpointing, and not where a module returns a parameter itself. With a
             `GradScaler` they are scaled.
-        limit: The number of findings after which they are only counted; None for no limit.
         taps: Which of the values that `hookline.tap` names to check, too.
     """
 
@@ -143,10 +143,7 @@ class DebugProbe(BuiltIn, Probe):
     hookline_group = HookGroup.MONITOR
     probe_name = "debug_probe"
     wants_input = False
-    _results = (
-        *("findings", "count", "_measured", "_lock", "_check_queued", "_warned_compiled"),
-        *("_lasting",),
-    )
+    _results = ("findings", "count", "_measured", "_lock", "_check_queued", "_lasting")
 
     def __init__(
         self,
@@ -154,7 +151,6 @@ class DebugProbe(BuiltIn, Probe):
         conditions: Conditions = None,
         action: Literal["warn", "record", "stop", "break"] = "warn",
         gradients: bool = False,
-        limit: PositiveInt | None = 100,
         taps: str | list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
@@ -165,17 +161,15 @@ class DebugProbe(BuiltIn, Probe):
         self._functions = [c for c in self._conditions if c.function is not None]
         self._action = action
         self._gradients = gradients
-        self._limit = limit
         self._reset_results()
 
     def _reset_results(self) -> None:
         self.findings: list[Finding] = []
         self.count = 0
-        """The number of findings, also those over the limit."""
+        """The number of findings, also of those above 100, which are only counted."""
         self._measured: list[_Measured] = []
         self._lock = threading.Lock()
         self._check_queued = False
-        self._warned_compiled = False
         self._lasting: set[tuple[str, ...]] = set()  # what held in the last check
 
     # -- measuring --------------------------------------------------------------------------------
@@ -186,35 +180,33 @@ class DebugProbe(BuiltIn, Probe):
             self._expect_gradients(call)
         self._measure(_finding(call, "output"), call.output)
         attachment = self.attachment
-        is_outside = attachment is not None and attachment.forward_number is None
-        if is_outside and attachment is not None and attachment.context is None:
+        if self._is_outside and attachment is not None and attachment.forward_number is None:
             self.check()  # no end of a forward will come
+
+    @property
+    def _is_outside(self) -> bool:
+        """Whether this is outside of training, where no step has an end."""
+        return self.attachment is None or self.attachment.context is None
 
     def _measure(self, finding: Finding, value: Any) -> None:
         measured = _Measured(finding)
         for tensor in tensors_in(value):
             if self._by_value:
                 pair = extremes(tensor)
-                measured.extremes += [] if pair is None else [pair]
+                measured.values += [] if pair is None else [(None, *pair)]
             if self._functions and tensor.is_nested:
                 tensor = nested_values(tensor.detach())
             for condition in self._functions:
                 subject = f"the {finding.of} of '{finding.module}'"
-                measured.answers.append((condition, condition.ask(tensor, subject)))
+                measured.values.append((condition, condition.ask(tensor, subject)))
         with self._lock:
-            if measured.extremes or measured.answers:
+            if measured.values:
                 self._measured.append(measured)
         if len(self._measured) >= _MAX_UNREAD:
             self.check()
 
     def _expect_gradients(self, call: Call) -> None:
-        if call.compiled:
-            if not self._warned_compiled:
-                self._warned_compiled = True
-                log.warning(
-                    "The probe '%s' cannot see gradients in a compiled model, only outputs.",
-                    self.probe_name,
-                )
+        if not self.can_see_gradients(call):
             return
         for tensor in tensors_in(call.output):
             finding = _finding(call, "gradient")
@@ -222,11 +214,7 @@ class DebugProbe(BuiltIn, Probe):
 
     def _measure_gradient(self, finding: Finding, gradient: torch.Tensor) -> None:
         self._measure(finding, gradient)
-        self._check_after_backward()
-
-    def _check_after_backward(self) -> None:
-        outside = self.attachment is not None and self.attachment.context is None
-        if outside and not self._check_queued:
+        if self._is_outside and not self._check_queued:
             self._check_queued = True
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.check)
@@ -235,8 +223,7 @@ class DebugProbe(BuiltIn, Probe):
 
     def forward_end(self) -> None:
         """Check at the end of a forward, except in training, where the step has an end."""
-        in_training = self.attachment is not None and self.attachment.context is not None
-        if not (in_training and torch.is_grad_enabled()):
+        if self._is_outside or not torch.is_grad_enabled():
             self.check()
 
     def on_step_end(self, trainer: Any) -> None:
@@ -247,8 +234,13 @@ class DebugProbe(BuiltIn, Probe):
         """Drop what was not checked."""
         with self._lock:
             self._measured = []
-        if self._limit is not None and self.count > self._limit:
-            log.warning("The probe '%s' has %d findings in total.", self.probe_name, self.count)
+        if self.count > len(self.findings):
+            log.warning(
+                "The probe '%s' has %d findings, of which it keeps the first %d.",
+                self.probe_name,
+                self.count,
+                len(self.findings),
+            )
 
     def check(self, trainer: Any = None) -> list[Finding]:
         """Check what was measured since the last check, and take the action.
@@ -262,7 +254,8 @@ class DebugProbe(BuiltIn, Probe):
         with self._lock:
             measured, self._measured = self._measured, []
         held = self._first(measured)
-        new = [finding for finding in held if self._count(finding)]
+        new = held[: _MAX_FINDINGS - len(self.findings)]
+        self.count += len(held)
         context = None if self.attachment is None else self.attachment.context
         trainer = trainer if trainer is not None else getattr(context, "trainer", None)
         self.findings += new
@@ -293,31 +286,18 @@ class DebugProbe(BuiltIn, Probe):
 
     def _first(self, measured: list[_Measured]) -> list[Finding]:
         """Return, for each condition, the first call in which it holds."""
-        tensors = (tensor for call in measured for pair in call.extremes for tensor in pair)
-        values = iter(read_tensors(tensors))
-        ranges = [[(next(values), next(values)) for _ in call.extremes] for call in measured]
-        answers = iter(read_tensors(answer for call in measured for _, answer in call.answers))
+        unread = (value for call in measured for _, *several in call.values for value in several)
+        read = iter(read_tensors(unread))
         first: dict[tuple[str, str], Finding] = {}
-        for call, pairs in zip(measured, ranges, strict=True):
-            answered = [(condition, bool(next(answers))) for condition, _ in call.answers]
+        for call in measured:
+            values = [(asked, *(next(read) for _ in several)) for asked, *several in call.values]
             for condition in self._conditions:
-                found = _find(condition, call, pairs, answered)
+                found = _find(condition, call.finding, values)
                 if found is not None:
                     earlier = first.setdefault((condition.name, found.of), found)
                     if found.module not in (earlier.module, *earlier.others):
                         earlier.others.append(found.module)
         return list(first.values())
-
-    def _count(self, finding: Finding) -> bool:
-        """Count a finding and return whether it is below the limit."""
-        self.count += 1
-        if self._limit is not None and self.count == self._limit + 1:
-            log.warning(
-                "The probe '%s' has %d findings. From now on they are only counted.",
-                self.probe_name,
-                self._limit,
-            )
-        return self._limit is None or self.count <= self._limit
 
     def _act(self, finding: Finding, trainer: Any) -> None:
         streams = (sys.stdin, sys.stdout)
@@ -339,21 +319,14 @@ def _finding(call: Call, of: Literal["output", "gradient"]) -> Finding:
     return Finding(call.name, "", of, call.step, call.epoch, call.index)
 
 
-def _find(
-    condition: Condition,
-    measured: _Measured,
-    ranges: list[tuple[float, float]],
-    answers: list[tuple[Condition, bool]],
-) -> Finding | None:
-    """Return the finding of a condition, with the values, if it holds."""
-    if condition.holds is None:
-        if any(answer for asked, answer in answers if asked is condition):
-            return replace(measured.finding, condition=condition.name, others=[])
-        return None
-    for low, high in ranges:
-        if condition.holds(low, high):
-            name = condition.name
-            return replace(measured.finding, condition=name, low=low, high=high, others=[])
+def _find(condition: Condition, found: Finding, values: list[Any]) -> Finding | None:
+    """Return the finding of a condition if it holds for what was measured of a call."""
+    for asked, *value in values:
+        if asked is None and condition.holds is not None and condition.holds(*value):
+            low, high = value
+            return replace(found, condition=condition.name, low=low, high=high, others=[])
+        if asked is condition and value[0]:
+            return replace(found, condition=condition.name, others=[])
     return None
 
 

@@ -48,8 +48,11 @@ class TensorExtractor:
         dim: int | list[int] | tuple[int, ...] | None = None,
     ) -> None:
         self._probe = probe
-        self._device = None if device is None else _parse_device(device)
-        self._dtype = None if dtype is None else _parse_dtype(dtype)
+        try:
+            self._device = None if device is None else torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"device: {str(error).splitlines()[0]}") from error
+        self._dtype = _parse_dtype(dtype) if isinstance(dtype, str) else dtype
         is_index = select is not None and not callable(select)
         self._select = parse_index(select, "select") if is_index else select
         if isinstance(reduce, str) and reduce not in REDUCTIONS:
@@ -69,7 +72,7 @@ class TensorExtractor:
     def extract(self, value: Any, name: str, waits: list[Wait]) -> Any:
         """Return a value with the extracted tensors, and add to `waits` what is under way."""
         if self.copies_only:
-            return map_tensors(value, copy_tensor)
+            return map_tensors(value, lambda tensor: tensor.detach().clone())
         return map_tensors(value, lambda tensor: self._extract_or_explain(tensor, name, waits))
 
     def _extract_or_explain(self, tensor: Tensor, name: str, waits: list[Wait]) -> Tensor:
@@ -123,11 +126,6 @@ def call_user_function(
     return returned[0]
 
 
-def copy_tensor(tensor: Tensor) -> Tensor:
-    """Return a copy without a graph."""
-    return tensor.detach().clone()
-
-
 def _move(tensor: Tensor, device: torch.device, waits: list[Wait]) -> Tensor:
     """Return the tensor on another device, without waiting for the copy."""
     source = tensor.device
@@ -157,16 +155,7 @@ def _as_real(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_default_dtype()) if is_integer else tensor
 
 
-def _parse_device(device: str | torch.device) -> torch.device:
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise ConfigError(f"device: {str(error).splitlines()[0]}") from error
-
-
-def _parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
+def _parse_dtype(dtype: str) -> torch.dtype:
     found = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         names = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
@@ -276,11 +265,14 @@ class OutputGradients:
     gradients: dict[int, Any] = field(default_factory=dict[int, Any])
     lock: threading.Lock = field(default_factory=threading.Lock)  # backward has several threads
 
-    def expect(self, output: Any, tensors: list[Tensor]) -> None:
-        """Wait for the gradients of some tensors in what a module returned."""
-        self.structure = map_tensors(output, lambda tensor: _Placeholder(id(tensor)))
-        for tensor_id, tensor in {id(tensor): tensor for tensor in tensors}.items():
-            on_gradient(tensor, partial(self.guard, self._add, tensor_id))
+    def expect(self, output: Any) -> None:
+        """Wait for the gradients of the tensors in what a module returned."""
+
+        def expect_of(tensor: Tensor) -> _Placeholder:
+            on_gradient(tensor, partial(self.guard, self._add, id(tensor)))
+            return _Placeholder(id(tensor))
+
+        self.structure = map_tensors(output, expect_of)
 
     def _add(self, tensor_id: int, gradient: Tensor) -> None:
         """Add the gradient of one tensor; those that are not there yet are None."""

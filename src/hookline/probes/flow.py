@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hookline.probes.module_selection import Which, clean_names, select
+from hookline.probes.module_selection import Which, select
 from hookline.tensors.device_numbers import read_tensors, widest_float
 from hookline.tensors.full_tensor import require_all_ranks
 from hookline.tensors.norms import reduce_sum
@@ -87,10 +87,9 @@ def gradient_flow(
             layer of the table, the nearest to the loss.
         exploding: It explodes if its norm is above this multiple of it.
     """
-    chosen = clean_names(model) if modules is None else select(model, modules)
     seen: set[int] = set()
     gradients: dict[str, list[Tensor]] = {}
-    for name, module in chosen.items():
+    for name, module in select(model, "**" if modules is None else modules).items():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
         if own:
             seen.update(id(parameter) for parameter in own)

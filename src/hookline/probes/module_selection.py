@@ -39,18 +39,6 @@ def check_model(model: Any) -> None:
         )
 
 
-def clean_names(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the model's modules by name, in the model's order; the model itself is `""`.
-
-    Wrappers are omitted. A tied module is there once, under its first name.
-    """
-    modules: dict[int, ModulePlace] = {}
-    for place in _places(model):
-        if not place.is_wrapper:
-            modules.setdefault(id(place.module), place)
-    return {place.name: place.module for place in modules.values()}
-
-
 def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
     """Return the chosen modules by name, in the model's order.
 
@@ -79,7 +67,8 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
         >>> list(select(model, nn.Linear))
         ['0', '2']
     """
-    places = _places(model)
+    check_model(model)
+    places = module_places(model)
     order = {id(place): position for position, place in enumerate(places)}
     chosen: dict[int, ModulePlace] = {}
     for item in which if isinstance(which, list | tuple | set | frozenset) else [which]:
@@ -94,11 +83,6 @@ def select(model: nn.Module, which: Which) -> dict[str, nn.Module]:
         )
     in_order = sorted(chosen.values(), key=lambda place: order[id(place)])
     return {place.name: place.module for place in in_order}
-
-
-def _places(model: nn.Module) -> list[ModulePlace]:
-    check_model(model)
-    return module_places(model)
 
 
 def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -33,12 +32,6 @@ from hookline.tensors.timing import Times, record_time
 
 T = TypeVar("T")
 
-DEFAULT_METRICS = ("mean", "std", "min", "max", "zeros", "nonfinite", "norm")
-METRICS = (
-    *DEFAULT_METRICS,
-    *("histogram", "dead", "forward_time_ms", "memory"),
-)
-
 _FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
     "mean": lambda totals: totals.mean,
     "std": lambda totals: totals.std,
@@ -48,6 +41,8 @@ _FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
     "nonfinite": lambda totals: totals.size - totals.finite,
     "norm": lambda totals: totals.norm,
 }
+DEFAULT_METRICS = tuple(_FROM_TOTALS)
+METRICS = (*DEFAULT_METRICS, "histogram", "dead", "forward_time_ms", "memory")
 
 
 class Monitor(BuiltIn, Probe):
@@ -86,7 +81,6 @@ class Monitor(BuiltIn, Probe):
             tensor with one element. Their values are averaged over tensors and calls. They must not
             change the tensor or use the random numbers of training.
         bins: How many bins a histogram has for each doubling of the magnitude.
-        unit_dim: The dimension of units, for `dead`; None for the one described above.
         taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
     """
 
@@ -112,7 +106,6 @@ class Monitor(BuiltIn, Probe):
         prefix: str = "probes",
         functions: Mapping[str, Callable[..., Any]] | None = None,
         bins: PositiveInt = 4,
-        unit_dim: int | None = None,
         taps: list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
@@ -122,7 +115,6 @@ class Monitor(BuiltIn, Probe):
         self.functions = dict(functions or {})
         self.prefix = prefix
         self.bins = bins
-        self.unit_dim = unit_dim
         self._check_options()
         wanted = set(self.metrics)
         self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
@@ -138,11 +130,10 @@ class Monitor(BuiltIn, Probe):
                     f"Monitor: unknown metric '{name}'.{nearest(name, METRICS)} The metrics are "
                     f"{listed(METRICS)}. Custom metrics are given as `functions`."
                 )
-        for name in self.functions:
-            if name in METRICS:
-                raise ConfigError(
-                    f"Monitor: '{name}' is a built-in metric. Give the function another name."
-                )
+        if taken := [name for name in self.functions if name in METRICS]:
+            raise ConfigError(
+                f"Monitor: {listed(taken)} is a built-in metric. Give the function another name."
+            )
         if not self.metrics and not self.functions:
             raise ConfigError("Monitor has nothing to measure. Give metrics or functions.")
 
@@ -162,7 +153,7 @@ class Monitor(BuiltIn, Probe):
         )
         self._histograms = Histograms(self.bins) if "histogram" in wanted else None
         self._alive = ActiveUnits() if "dead" in wanted else None
-        self._custom: dict[tuple[str, str], _Mean] = {}
+        self._custom: dict[tuple[str, str], tuple[Any, int]] = {}  # the sum and number of values
         self._memory: dict[str, int] = {}
         self._forward = Times()
 
@@ -216,9 +207,7 @@ class Monitor(BuiltIn, Probe):
             if self._histograms is not None:
                 self._histograms.add(name, tensor)
             if self._alive is not None:
-                dim = self.unit_dim
-                dim = unit_dimension(call.module, tensor) if dim is None else dim
-                self._alive.add(name, position, tensor, dim)
+                self._alive.add(name, position, tensor, unit_dimension(call.module, tensor))
             if self.functions:
                 self._call_functions(name, tensor)
 
@@ -227,7 +216,10 @@ class Monitor(BuiltIn, Probe):
             returned = call_user_function(function, tensor, f"the output of '{module}'")
             value = _one_number(returned, name, module)
             with self._lock:
-                self._custom.setdefault((module, name), _Mean()).add(value)
+                total, calls = self._custom.get((module, name), (0.0, 0))
+                if isinstance(total, Tensor) and isinstance(value, Tensor):
+                    value = value.to(total.device)
+                self._custom[module, name] = (total + value, calls + 1)
 
     def on_train_start(self) -> None:
         """Discard what was measured before training."""
@@ -267,7 +259,7 @@ class Monitor(BuiltIn, Probe):
             if reset:
                 self._measured, self._custom, self._memory = False, {}, {}
         living = [count for several, _ in alive.values() for count in several]
-        averages = [mean.total / mean.calls for mean in custom.values()]
+        averages = [total / calls for total, calls in custom.values()]
         unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
         read = iter(read_tensors(unread))
 
@@ -306,21 +298,6 @@ class Monitor(BuiltIn, Probe):
             for name in (*sites, *(name for name in found if name not in sites))
             if found.get(name)
         }
-
-
-@dataclass(slots=True)
-class _Mean:
-    """A running mean."""
-
-    total: Any = 0.0
-    calls: int = 0
-
-    def add(self, value: Any) -> None:
-        """Add a number or a tensor; the sum keeps no view of the tensor."""
-        if self.calls and isinstance(self.total, Tensor) and isinstance(value, Tensor):
-            value = value.to(self.total.device)
-        self.total = self.total + value
-        self.calls += 1
 
 
 def _device_of(call: Call) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
@@ -15,6 +16,8 @@ from hookline.probes.attachment import Attachment
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which, check_model, select
 from hookline.probes.taps import check_taps
+
+log = logging.getLogger("hookline")
 
 
 class Probe(Hook):
@@ -54,6 +57,7 @@ class Probe(Hook):
     attachment: Attachment | None = None
     probe_name: str = "probe"
     wants_forward_end = False
+    _warned_compiled = False
     _results: ClassVar[tuple[str, ...]] = ()
     """The attributes that a copy does not get, but sets anew with `_reset_results`."""
 
@@ -161,6 +165,16 @@ class Probe(Hook):
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
+    def can_see_gradients(self, call: Call) -> bool:
+        """Return whether the gradients of an output can be seen; warn once if they cannot."""
+        if call.compiled and not self._warned_compiled:
+            self._warned_compiled = True
+            log.warning(
+                "The probe '%s' cannot see gradients in a compiled model, only outputs.",
+                self.probe_name,
+            )
+        return not call.compiled
+
     def call_guarded(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function of the probe that is not called by the attachment, if it is enabled."""
         if self.attachment is not None and self.attachment.enabled:
@@ -168,7 +182,7 @@ class Probe(Hook):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy the options: a copy is on no model and has no results."""
-        own = ("attachment", *self._results)
+        own = ("attachment", "_warned_compiled", *self._results)
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time as _time
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import count
@@ -181,20 +181,6 @@ class _Stored(NamedTuple):
     held: _Storages
 
 
-@dataclass(slots=True)
-class _ProbeCounts:
-    """The numbers of states of one probe."""
-
-    captured: int = 0
-    dropped: int = 0
-    cleared: int = 0
-    warned: bool = False
-
-    def counts(self) -> Counts:
-        kept = self.captured - self.dropped - self.cleared
-        return Counts(self.captured, kept, self.dropped, self.cleared)
-
-
 class Store:
     """Keeps captured states within limits. Safe to use from several threads.
 
@@ -229,7 +215,8 @@ class Store:
         self._nbytes = 0
         self._holders: dict[Any, int] = {}  # the number of states, by storage
         self._stored: OrderedDict[int, _Stored] = OrderedDict()  # by key, oldest first
-        self._counts: dict[Hashable, _ProbeCounts] = {}
+        self._counts: dict[Hashable, Counter[str]] = defaultdict(Counter)
+        self._warned: set[Hashable] = set()  # probes whose states do not fit
         self._keys = count()
 
     # -- adding
@@ -238,18 +225,18 @@ class Store:
         """Keep a probe's state, make room for it, and return its key, also if it was dropped."""
         held = storages(state.contents())
         with self._lock:
-            counts = self._counts.get(probe)
-            if counts is None:
-                counts = self._counts[probe] = _ProbeCounts()
-            counts.captured += 1
+            counts = self._counts[probe]
+            counts["captured"] += 1
             key = next(self._keys)
+            stored = _Stored(probe, state, held)
             if self._is_too_large(held):
-                counts.dropped += 1
-                self._warn(counts, state, self._memory_limit_text)
+                counts["dropped"] += 1
+                self._warn(stored, self._memory_limit_text)
             else:
                 self._hold(held)
-                self._stored[key] = _Stored(probe, state, held)
-                self._make_room(after_capture=True)
+                self._stored[key] = stored
+                self._clean_up()
+                self._make_room()
             return key
 
     def add_gradient(self, key: int, gradient: Any, waits: Sequence[Wait] = ()) -> bool:
@@ -264,7 +251,7 @@ class Store:
             state, (*others, _) = stored.state, stored.state.contents()
             held = storages((*others, gradient))
             if self._is_too_large(held):
-                self._warn(self._counts[stored.probe], state, self._memory_limit_text)
+                self._warn(stored, self._memory_limit_text)
                 return False
             if isinstance(state, PendingState):
                 state.waits += waits
@@ -289,8 +276,10 @@ class Store:
     def counts(self, probe: Hashable = None) -> Counts:
         """Return how many states of a probe, or of all together, there were and where they are."""
         with self._lock:
-            each = [c.counts() for name, c in self._counts.items() if probe in (None, name)]
-            return Counts(*map(sum, zip(*each, strict=True))) if each else Counts()
+            several = (c for name, c in self._counts.items() if probe in (None, name))
+            total = sum(several, Counter[str]())
+        kept = total["captured"] - total["dropped"] - total["cleared"]
+        return Counts(total["captured"], kept, total["dropped"], total["cleared"])
 
     @property
     def nbytes(self) -> int:
@@ -305,37 +294,35 @@ class Store:
         with self._lock:
             keys = [key for key, one in self._stored.items() if probe in (None, one.probe)]
             for key in keys:
-                self._free(key).cleared += 1
+                self._free(key, "cleared")
 
     def forget(self, probe: Hashable) -> None:
         """Free everything of a probe, also its counts."""
         with self._lock:
             self.clear(probe)
             self._counts.pop(probe, None)
+            self._warned.discard(probe)
 
     # -- within the limits
 
-    def _make_room(self, *, after_capture: bool = False) -> None:
-        """Drop the oldest states. Those that share memory free it with the last of them."""
-        if after_capture and self.max_states is not None:
-            self._since_cleanup += 1
-            if self._since_cleanup >= self.cleanup_interval:
-                self._since_cleanup = 0
-                while len(self._stored) > self.max_states:
-                    # A limit that the user has chosen needs no warning.
-                    is_default = self.max_states == MAX_CAPTURED_STATES
-                    limit = f"max_captured_states={self.max_states}" if is_default else None
-                    self._drop_oldest(limit)
-        while self._nbytes > self._limit:
-            self._drop_oldest(self._memory_limit_text)
+    def _clean_up(self) -> None:
+        """Drop the oldest states above `max_states`, once in `cleanup_interval` captures."""
+        self._since_cleanup += 1
+        if self.max_states is None or self._since_cleanup < self.cleanup_interval:
+            return
+        self._since_cleanup = 0
+        while len(self._stored) > self.max_states:
+            dropped = self._drop_oldest()
+            if self.max_states == MAX_CAPTURED_STATES:  # one that the user chose needs no warning
+                self._warn(dropped, f"max_captured_states={self.max_states}")
 
-    def _drop_oldest(self, limit: str | None) -> None:
-        """Drop the oldest state; warn once for each probe if the limit is named."""
-        key, stored = next(iter(self._stored.items()))
-        counts = self._free(key)
-        counts.dropped += 1
-        if limit is not None:
-            self._warn(counts, stored.state, limit)
+    def _make_room(self) -> None:
+        """Drop the oldest states. Those that share memory free it with the last of them."""
+        while self._nbytes > self._limit:
+            self._warn(self._drop_oldest(), self._memory_limit_text)
+
+    def _drop_oldest(self) -> _Stored:
+        return self._free(next(iter(self._stored)), "dropped")
 
     def _is_too_large(self, held: _Storages) -> bool:
         """Return whether one state alone exceeds the limit on bytes."""
@@ -348,22 +335,24 @@ class Store:
     def _memory_limit_text(self) -> str:
         return f"memory_limit_mb={self._limit / 2**20:g}"
 
-    def _warn(self, counts: _ProbeCounts, state: CapturedState, limit: str) -> None:
-        if not counts.warned:
-            counts.warned = True
+    def _warn(self, dropped: _Stored, limit: str) -> None:
+        """Warn once for each probe that states do not fit."""
+        if dropped.probe not in self._warned:
+            self._warned.add(dropped.probe)
             log.warning(
                 "The probe '%s' drops captured states that do not fit, the oldest first, because "
                 "of %s. Raise the limit (None: no limit) or capture less (a slice, another dtype, "
                 "fewer modules, fewer steps). Its counts say how many were dropped.",
-                state.probe,
+                dropped.state.probe,
                 limit,
             )
 
-    def _free(self, key: int) -> _ProbeCounts:
-        """Remove a state, and return the counts of its probe."""
+    def _free(self, key: int, reason: str) -> _Stored:
+        """Remove a state, count it, and return it."""
         stored = self._stored.pop(key)
         self._release(stored.held)
-        return self._counts[stored.probe]
+        self._counts[stored.probe][reason] += 1
+        return stored
 
     def _hold(self, held: _Storages) -> None:
         """Count the storages of a state, each once, however many states share it."""

@@ -55,29 +55,21 @@ class Taps:
     def __init__(self, attachment: Attachment, patterns: Iterable[str]) -> None:
         self.attachment = attachment
         self.patterns = tuple(patterns)
-        self.enabled = False
         self.seen: set[str] = set()  # all names that occurred
         self._sites: dict[str, Site | None] = {}
         self._elsewhere: set[str] = set()  # matching names that also occurred outside of the model
 
     def attach(self) -> None:
         """See named values from now on."""
-        self._set_enabled(True)
         _register(self)
 
     def detach(self, *, permanently: bool = False) -> None:
         """See nothing. What was compiled keeps its operators, so it stays registered."""
-        self._set_enabled(False)
         if permanently or not any(site.compiled for site in self._matched()):
             _unregister(self, id(self))
             self.leave()
             for site in self._matched():
                 site.detach()
-
-    def _set_enabled(self, enabled: bool) -> None:
-        self.enabled = enabled
-        for site in self._matched():
-            site.enabled = enabled
 
     def enter(self) -> None:
         """Note that the model's forward begins in this thread."""
@@ -96,17 +88,14 @@ class Taps:
         """Return the site of a name, if a pattern matches it."""
         if name not in self._sites:
             wanted = any(_matches(pattern, name) for pattern in self.patterns)
-            site = Site(self.attachment, name, None) if wanted else None
-            if site is not None:
-                site.enabled = self.enabled
-            self._sites[name] = site
+            self._sites[name] = Site(self.attachment, name, None) if wanted else None
         return self._sites[name]
 
     def find(self, name: str, inside: bool, recomputed: bool) -> Site | None:
         """Return the site of a name that occurs now, `inside` a call of the model or not."""
         if inside and not recomputed:
             self.seen.add(name)
-        site = self.site(name) if self.enabled else None
+        site = self.site(name) if self.attachment.enabled else None
         if site is None:
             return None
         if recomputed:

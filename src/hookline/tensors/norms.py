@@ -139,17 +139,16 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     Of a sharded tensor this rank's part is looked at, and the text says so.
     """
     named = list(named)
-    pairs = [(name, stored_values(tensor), tensor.is_complex()) for name, tensor in named]
-    flags = _are_nonfinite([values for _, values, _ in pairs])
-    for (name, values, is_complex), is_nonfinite, (_, tensor) in zip(
-        pairs, flags, named, strict=True
-    ):
-        if is_nonfinite:
-            where = f" in the part of rank {dist.get_rank()}" if needs_collective(tensor) else ""
-            values = torch.view_as_complex(values) if is_complex else values
-            nans, infinite = values.isnan().sum(), values.isinf().sum()
-            return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()}{where})"
-    return None
+    flags = _are_nonfinite([stored_values(tensor) for _, tensor in named])
+    found = next((pair for pair, flag in zip(named, flags, strict=True) if flag), None)
+    if found is None:
+        return None
+    name, tensor = found
+    values = stored_values(tensor)
+    where = f" in the part of rank {dist.get_rank()}" if needs_collective(tensor) else ""
+    values = torch.view_as_complex(values) if tensor.is_complex() else values
+    nans, infinite = values.isnan().sum(), values.isinf().sum()
+    return f"'{name}' ({int(nans)} NaN and {int(infinite)} Inf of {values.numel()}{where})"
 
 
 def _are_nonfinite(tensors: list[Tensor]) -> list[bool]:
