@@ -16,11 +16,11 @@ from hookline.cli.command_base import (
     RunsFolder,
     bad_value,
     check_runs_folder,
-    delay_interrupts,
     new_group,
 )
 from hookline.cli.text_output import print_json, progress_bar, show, show_lines
 from hookline.errors import CheckpointError, listed, nearest
+from hookline.interrupts import HeldInterrupts
 from hookline.text_tables import join_some
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def export(
         file = file / f"model.{ending}"
     if os.path.lexists(file) and not force:
         raise bad_value("--out", f"'{file}' exists; give another file, or --force to replace it.")
-    with delay_interrupts():
+    with HeldInterrupts():
         from hookline.checkpoint.export import export_weights
         from hookline.cli.checkpoint_tables import format_size
     done = export_weights(path, file, file_format=file_format, averaged=averaged, replace=force)
