@@ -103,15 +103,6 @@ def test_the_validation_loss_of_the_demo_falls(trained: Trained) -> None:
     assert float(shown[-1][1]) == pytest.approx(losses[-1], abs=1e-3)
 
 
-def test_the_demo_writes_other_text_after_training(trained: Trained) -> None:
-    before, after = (
-        trained.printed.split(f"Text generated {when} training\n")[1].split("\n\n")[0]
-        for when in ("before", "after")
-    )
-    assert before != after
-    assert after.count(" ") > before.count(" ")  # it has learned that words have an end
-
-
 def test_piped_progress_is_plain_lines(trained: Trained) -> None:
     assert "\x1b" not in trained.printed
     assert "\r" not in trained.printed
@@ -135,21 +126,17 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ("demo --steps 0", ["'--steps'", "equal to 1", "See: hookline demo --help"]),
-        ("demo --steps many", ["'--steps'", "valid integer"]),
         (f"demo --seed {2**64}", ["'--seed'"]),
         ("demo --out file", ["'--out'", "'file' is a file", "expected a folder"]),
-        ("demo --out file/runs", ["'--out'", "'file/runs' cannot be written", "a folder"]),
         ("demo --out /proc/runs", ["'--out'", "'/proc/runs' cannot be written", "a folder"]),
         ("demo --stepps 3", ["--stepps", "--steps", "See: hookline demo --help"]),
         ("init file/inside", ["'file/inside", "cannot be written"]),
         ("hooks show", ["NAME", "See: hookline hooks show --help"]),
         ("hooks shw", ["shw", "See: hookline hooks --help"]),
         ("runs show", ["Missing argument 'ID'", "See: hookline runs show --help"]),
-        ("runs diff a", ["Missing argument", "See: hookline runs diff --help"]),
         ("runs --jsno", ["--jsno", "--json", "See: hookline runs --help"]),
         ("runs show x --runs file", ["'--runs': 'file' is a file; expected the folder of all"]),
         ("checkpoints list x --runs file", ["'--runs': 'file' is a file"]),
-        ("checkpoints show", ["Missing argument 'RUN'"]),
         ("train", ["Missing argument"]),
         ("train train.yaml epochs", ["'epochs' is not a valid override. Expected"]),
         ("train train.yaml trainer.max_epochs=", ["write trainer.max_epochs=null"]),
