@@ -382,6 +382,7 @@ class _CheckpointFolder:
     def choose(self, given: str | None) -> Path:
         """Return the checkpoint with a name or a step; by default the newest complete one."""
         from hookline.checkpoint.catalog import find_checkpoint, is_checkpoint
+        from hookline.runs.checkpoint_reader import choose_of_step
 
         if given is None:
             return self.named or find_checkpoint(self.path, weights_suffice=True)
@@ -392,10 +393,8 @@ class _CheckpointFolder:
         if given not in ("", ".", "..") and is_checkpoint(self.path / given):
             return self.path / given
         complete = self.read()[0]
-        found = [one for one in complete if str(one.step) == given]
-        if found:  # the newest; others than those with all of the state only if there is none
-            order = {one.path: (not one.is_emergency, not one.is_weights_only) for one in found}
-            return max(reversed(order), key=lambda path: order[path])
+        if (found := choose_of_step(complete, given)) is not None:
+            return found
         names = [one.path.name for one in complete]
         raise CheckpointError(
             f"There is no checkpoint '{given}' in {self.path}.{nearest(given, names)} Give a "
