@@ -103,6 +103,15 @@ def test_the_validation_loss_of_the_demo_falls(trained: Trained) -> None:
     assert float(shown[-1][1]) == pytest.approx(losses[-1], abs=1e-3)
 
 
+def test_the_demo_writes_other_text_after_training(trained: Trained) -> None:
+    before, after = (
+        trained.printed.split(f"Text generated {when} training\n")[1].split("\n\n")[0]
+        for when in ("before", "after")
+    )
+    assert before != after
+    assert after.count(" ") > before.count(" ")  # it has learned that words have an end
+
+
 def test_piped_progress_is_plain_lines(trained: Trained) -> None:
     assert "\x1b" not in trained.printed
     assert "\r" not in trained.printed
