@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from fnmatch import fnmatchcase
@@ -474,53 +470,6 @@ def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
 
 
 # -- a run that goes on, or went on ---------------------------------------------------------------
-
-
-ENDLESS = """
-import sys, itertools, torch, hookline
-from loops import make, batches
-config = hookline.TrainerConfig(runs=sys.argv[1], progress="off", max_epochs=None,
-                                checkpoints={"background": False})
-class Tells(hookline.Hook):
-    def on_step_end(self, trainer, step):
-        if step == 20: trainer.save_checkpoint()
-        if step % 50 == 0:
-            trainer.run.flush()
-            print(step, flush=True)
-trainer = hookline.Trainer(config, *make(), loss_fn=torch.nn.functional.mse_loss, hooks=[Tells()])
-trainer.fit(batches(10))
-"""
-
-
-def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[1] / "support"
-    started = time.monotonic()
-    with subprocess.Popen(
-        [sys.executable, "-c", ENDLESS, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(tests)},
-        text=True,
-    ) as training:
-        assert training.stdout is not None
-        while "100" not in training.stdout.readline():
-            assert training.poll() is None
-        (path,) = tmp_path.iterdir()
-        assert open_run(path).status == "training"
-        training.send_signal(signal.SIGKILL)
-        end = time.monotonic() + 120
-        while open_run(path).status == "training":  # a zombie until somebody waits for it
-            assert time.monotonic() < end
-            time.sleep(0.01)
-    run = open_run(path)
-    assert (run.status, run.damage) == ("lost", [])
-    steps = [row["step"] for row in run.metrics("train/loss")]
-    assert steps == list(range(1, len(steps) + 1))
-    assert len(steps) >= 99
-    assert run.seconds is not None
-    assert 0 < run.seconds <= time.monotonic() - started
-    (checkpoint,) = run.checkpoints()
-    checkpoint.load_into(Net())
-    assert run.manifest["status"] == "training"
 
 
 def test_whether_a_process_of_elsewhere_lives_is_not_guessed(tmp_path: Path) -> None:
