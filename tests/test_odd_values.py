@@ -32,7 +32,6 @@ from hookline.config.hook_names import BUILT_INS, PROBES, load_hook_class
 from hookline.config.trainer_config import CheckpointConfig, MixConfig
 from hookline.config_files import load_training
 from hookline.errors import HooklineError, TrainingError
-from hookline.files import FileLimits
 from hookline.hooks.metric_lookup import metric_value
 from hookline.loop.processes import SingleProcessGroup
 from hookline.loop.rank_sync import StepRecords
@@ -450,13 +449,6 @@ def test_a_message_can_be_printed_whatever_is_in_it():
     error = hookline.HooklineError(f"'{'a' * 10**6}' \ud800. Do something else.")
     assert len(str(error)) < 2000
     assert str(error).encode().endswith(rb"\ud800. Do something else.")
-
-
-@pytest.mark.parametrize("value", ["x", "-1", "9" * 5000])
-def test_an_invalid_limit_in_the_environment_is_a_clear_error(value, monkeypatch):
-    monkeypatch.setenv("HOOKLINE_MAX_LINE_BYTES", value)
-    with pytest.raises(hookline.ConfigError, match="HOOKLINE_MAX_LINE_BYTES"):
-        FileLimits.from_environment()
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 
@@ -38,12 +38,7 @@ class HeldInterrupts:
             signal.signal(self._number, self._receive)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._previous is None:
             return
         self._previous = find_active_handler(self._number, self._previous)
@@ -95,12 +90,7 @@ class AllowedInterrupts:
                 held.is_holding = True
                 raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        traceback: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._held is not None:
             self._held.is_holding = True
 

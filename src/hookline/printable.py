@@ -79,13 +79,7 @@ def _cut_middle(line: str) -> str:
 
 
 def _escape(char: str) -> str:
-    common = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
-    code = ord(char)
-    if char in common:
-        return common[char]
-    return (
-        f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
-    )
+    return char.encode("unicode_escape").decode()
 
 
 def escape_controls(

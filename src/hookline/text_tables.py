@@ -39,6 +39,12 @@ def format_table(
     return "\n".join(table + [_count_more(len(rows) - len(lines) + 1)] * (len(rows) >= len(lines)))
 
 
+def join_lines(lines: Sequence[str], limit: int, what: str = "") -> str:
+    """Return lines with control characters escaped; after `limit` the rest is only counted."""
+    shown = [printable(line, _MAX_LAST_CELL) for line in lines[:limit]]
+    return "\n".join(shown + [_count_more(len(lines) - limit) + what] * (len(lines) > limit))
+
+
 def join_some(items: Iterable[object], limit: int = 50, item_limit: int = 100) -> str:
     """Return items on one line, separated by commas; after `limit` the rest is only counted."""
     every = list(items)

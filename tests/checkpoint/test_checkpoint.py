@@ -32,7 +32,6 @@ from hookline.checkpoint import (
     save_checkpoint,
     set_pointer,
 )
-from hookline.checkpoint.retention import remove_checkpoint
 from hookline.context import LazyFloat, Metrics
 from hookline.runs.checkpoint_reader import read_checkpoints
 
@@ -416,13 +415,6 @@ def test_without_file_locks_checkpoints_are_saved_and_nothing_is_removed(
     monkeypatch.undo()
     save(tmp_path / "step_000003")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
-
-
-def test_a_name_of_the_maximum_length_can_be_saved(tmp_path: Path) -> None:
-    path = save(tmp_path / ("é" * 127))  # 254 bytes
-    assert find_checkpoint(tmp_path) == path
-    remove_checkpoint(path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_checkpoint_is_never_overwritten(tmp_path: Path) -> None:

@@ -225,13 +225,6 @@ def test_a_name_that_exists_is_never_given(tmp_path):
     assert opened(tmp_path).reserve("x", 0, None).name == "x_3"
 
 
-def test_a_name_is_free_again_when_nothing_is_saved_any_more(tmp_path):
-    retention = opened(tmp_path)
-    assert retention.reserve("x", 0, None).name == "x"
-    retention.release()
-    assert opened(tmp_path).reserve("x", 0, None).name == "x"
-
-
 # -- removing -------------------------------------------------------------------------------------
 
 
@@ -355,11 +348,6 @@ def test_a_folder_that_was_moved_is_found_again(tmp_path):
     (tmp_path / "here").rename(tmp_path / "there")
     again = resumed(tmp_path / "there", tmp_path / "there" / b.name)
     assert [one.name for one in again.saved] == ["a", "b"]
-
-
-def test_before_training_there_is_no_folder():
-    with pytest.raises(CheckpointError, match="before training"):
-        _ = Retention(keep_best=1).folder
 
 
 def test_what_was_saved_after_the_checkpoint_resumed_from_is_found_again(tmp_path):

@@ -123,19 +123,6 @@ def test_the_memory_is_reused_while_shapes_and_ties_change(tmp_path: Path) -> No
     assert tied["a"] is tied["tied"]
 
 
-def test_prepare_allocates_what_the_first_save_needs(tmp_path: Path) -> None:
-    saver = CheckpointSaver()
-    model, state = {"w": torch.randn(100, 100)}, {"m": torch.randn(100, 100)}
-    saver.prepare(model=model, state=state)
-    memory = [buffer._memory.data_ptr() for buffer in vars(saver._buffers).values()]
-    saver.save([tmp_path / "a"], model=model, state=state, info={})
-    assert memory == [buffer._memory.data_ptr() for buffer in vars(saver._buffers).values()]
-    path = only(saver).path
-    assert path is not None
-    assert torch.equal(load_checkpoint(path).model["w"], model["w"])
-    saver.close()
-
-
 def test_too_little_memory_is_a_result_and_the_next_save_works(tmp_path: Path) -> None:
     saver = CheckpointSaver()
     huge = torch.ones(1).expand(10**14)  # 400 TB

@@ -125,23 +125,6 @@ def test_a_hook_of_ones_own_is_shown_by_its_class_path(tmp_path: Path) -> None:
     assert "It only observes" in hookline("hooks", "show", "mine.Mine", cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["show", "emma"], 1, ["'emma'", "Did you mean 'ema'?"]),
-        (["show", "os.path.join"], 1, ["'os.path.join' is not a hook"]),
-    ],
-)
-def test_a_mistake_is_one_line_that_helps(
-    arguments: list[str], code: int, words: list[str]
-) -> None:
-    done = hookline("hooks", *arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    for word in words:
-        assert word in done.stderr
-
-
 def test_a_hook_that_could_not_be_registered_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import hookline\nclass Mine(hookline.Hook):\n    def on_step_edn(self): pass\n"

@@ -246,20 +246,6 @@ def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        "{name: early_stopping, monitor: val/los, strict: false}",
-        "{name: early_stopping, monitor: val/los, enabled: false}",
-        "{name: early_stopping, monitor: train/loss, check_on_train_epoch_end: true}",
-        "{name: model_checkpoint, monitor: eval/perplexity, filename: '{step}-{val/loss:.2f}'}",
-    ],
-)
-def test_check_accepts_metrics_that_are_there_or_need_not_be(project: Path, hook: str) -> None:
-    done = run_hookline("check", "train.yaml", f"hooks.1={hook}", cwd=project)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_check_knows_that_a_step_of_ones_own_may_give_a_metric_later(project: Path) -> None:
     own = """
 def step(model, batch):

@@ -123,8 +123,6 @@ def test_users_hooks_come_first_and_built_ins_in_their_order(tmp_path):
             "Lifecycle: Unknown option 'treshold'. Did you mean 'threshold'?",
         ),
         ({"hook_classes": ["notification"]}, "NotificationHook has no URL to post to"),
-        ({"hook_classes": ["upload"]}, "UploadHook: The option 'destination' is required: "),
-        ({"hook_classes": ["emma"]}, "Unknown hook 'emma'."),
         ({"enable_lr_monitr": True}, "Did you mean 'enable_lr_monitor'?"),
     ],
 )

@@ -243,11 +243,9 @@ def test_the_caller_the_environment_and_the_project_trust_packages(tmp_path: Pat
     ("given", "variable", "settings", "message"),
     [
         (["a b"], "", "", "trust has 'a b'"),
-        ([3], "", "", "trust is [3]"),
         ([], "a/../b", "", "HOOKLINE_TRUST has 'a/../b'"),
         ([], "", '[tool.hookline]\ntrust = "numpy"', "tool.hookline.trust is 'numpy'"),
         ([], "", "[tool.hookline]\ntrust = [1]", "tool.hookline.trust is [1]"),
-        ([], "", "tool = 3", "tool.hookline.trust is 3"),
         ([], "", "[tool.hookline", "cannot be read"),
     ],
 )

@@ -61,9 +61,10 @@ def test_a_missing_file_is_reported_as_missing(tmp_path: Path) -> None:
 def test_limits_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOOKLINE_MAX_MANIFEST_BYTES", "1_000")
     assert FileLimits.from_environment() == FileLimits(manifest_bytes=1000)
-    monkeypatch.setenv("HOOKLINE_MAX_LINE_BYTES", "many")
-    with pytest.raises(ConfigError, match="HOOKLINE_MAX_LINE_BYTES is 'many'"):
-        FileLimits.from_environment()
+    for wrong in ("many", "-1", "9" * 5000):
+        monkeypatch.setenv("HOOKLINE_MAX_LINE_BYTES", wrong)
+        with pytest.raises(ConfigError, match="HOOKLINE_MAX_LINE_BYTES is '"):
+            FileLimits.from_environment()
 
 
 @pytest.mark.parametrize("name", ["step_000120", "last", "best-1.5", "20261115-210655-3f9c7b"])

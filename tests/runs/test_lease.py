@@ -266,21 +266,6 @@ def lease_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hookline-lease"]
 
 
-def test_the_thread_of_a_lease_has_ended_when_it_is_released(tmp_path, monkeypatch):
-    before, looks = lease_threads(), threading.Event()
-
-    def look(self: Lease) -> None:
-        looks.set()
-        time.sleep(0.1)  # a slow disk
-
-    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.0)
-    monkeypatch.setattr(Lease, "_confirm", look)
-    held = Lease.acquire(tmp_path)
-    assert looks.wait(10)
-    held.release()
-    assert lease_threads() == before
-
-
 def test_ctrl_c_while_a_run_is_created_leaves_no_thread(tmp_path):
     before = lease_threads()
 

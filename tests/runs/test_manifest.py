@@ -143,7 +143,6 @@ def test_without_a_commit_a_placeholder_says_why(
     [
         ("exec sleep 30", "git took more than"),
         ("echo 'fatal: detected dubious ownership' >&2; exit 128", "detected dubious ownership"),
-        ("exit 3", "git ended with 3"),
         ("echo nonsense", "KeyError"),
     ],
 )
@@ -212,15 +211,6 @@ def shuffled(value: Any) -> Any:
 @given(configs)
 def test_the_same_meaning_has_the_same_hash_whatever_the_order_of_keys(config: Any) -> None:
     assert config_hash(config) == config_hash(shuffled(config))
-
-
-@given(configs, st.text(), values)
-def test_another_value_has_another_hash(config: Any, key: str, value: Any) -> None:
-    other = {**config, key: value}
-    assert (canonical_json(config) == canonical_json(other)) == (
-        config_hash(config) == config_hash(other)
-    )
-    assert config_hash({**config, key: [value]}) != config_hash(other)
 
 
 def test_the_hash_stays_what_it_is_from_version_to_version() -> None:
@@ -488,21 +478,6 @@ def test_one_line_at_the_start_says_what_runs(
     assert manifest["git"]["commit"] in line  # the tests' own repository
     assert f"config hash {manifest['config_hash']}" in line
     assert line.endswith("hooks: watch (enabled), off (disabled), identity (enabled)")
-
-
-def test_without_a_run_folder_the_line_is_there_with_an_id_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)  # outside of any repository
-    with caplog.at_level(logging.INFO, "hookline"):
-        for _ in range(2):
-            one = trainer(None, Watch()).fit(batches(1))
-    first, second = told(caplog)
-    assert first.split()[1] != second.split()[1]
-    assert "git commit none (not in a git repository), config hash " in first
-    assert first.partition("config hash ")[2] == second.partition("config hash ")[2]
-    assert one.run is None
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_resumed_run_tells_what_each_part_had(tmp_path: Path) -> None:

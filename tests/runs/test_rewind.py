@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -48,15 +47,6 @@ def test_records_behind_the_position_move_to_another_file(run: Run) -> None:
     assert values(run.path, repeated=True) == [4, 5, 6, 1, 2, 3, -4, -5]
     assert open_run(run.path).damage == []
     assert open_run(run.path).results()["x"].count == 5
-
-
-def test_without_a_position_the_log_continues_at_its_end(run: Run) -> None:
-    write(run, range(1, 4))
-    run.close()
-    again = Run.open(run.path, resume=True)
-    write(again, range(4, 5))
-    again.close()
-    assert values(run.path) == values(run.path, repeated=True) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 2, 3])])
@@ -104,21 +94,6 @@ def test_events_are_never_moved(run: Run) -> None:
     run.close()
     Run.open(run.path, resume=True, position=position).close()
     assert [event["step"] for event in open_run(run.path).events("checkpoint")] == [3]
-
-
-def test_a_checkpoint_of_records_that_were_moved_brings_them_back(run: Run) -> None:
-    write(run, range(1, 3))
-    early = run.position()
-    write(run, range(3, 6))
-    late = run.position()
-    write(run, range(6, 8))
-    run.close()
-    older = Run.open(run.path, resume=True, position=early)
-    write(older, range(3, 5), -1)
-    older.close()
-    assert values(run.path) == [1, 2, -3, -4]
-    Run.open(run.path, resume=True, position=late).close()
-    assert values(run.path) == [1, 2, 3, 4, 5]
 
 
 @settings(max_examples=25, deadline=None)
@@ -289,20 +264,6 @@ def test_a_resumed_training_has_the_records_of_an_uninterrupted_one(
     assert records(again) == expected
     assert max(Counter((step, name) for step, _, name, _ in records(again)).values()) == 1
     assert len(again.metrics(repeated=True)) > len(expected)
-
-
-@pytest.mark.parametrize("hours", [-48, 48])
-def test_a_clock_that_jumps_does_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
-) -> None:
-    expected = records(train(tmp_path, Saves(99)))
-    first = train(tmp_path, Saves(4, dies_at=9))
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + hours * 3600)
-    again = train(tmp_path, Saves(99), resume_from=first.path)
-    assert records(again) == expected
-    assert again.results()["train/loss"].count == 12
-    assert again.overview()["steps"] == 12
 
 
 def test_a_checkpoint_without_a_position_continues_behind_its_step(

@@ -67,13 +67,6 @@ def test_the_second_reading_does_not_search_the_log(tmp_path, monkeypatch):
         run.metrics("train/loss")
 
 
-def test_several_series_are_in_one_index(tmp_path, monkeypatch):
-    run = write_log(tmp_path / "run", make_lines())
-    expected = {name: run.metrics(name) for name in NAMES[:3]}
-    monkeypatch.setattr(reader, "read_rows", None)
-    assert {name: run.metrics(name) for name in NAMES[:3]} == expected
-
-
 @pytest.mark.parametrize("change", ["longer", "shorter", "rewritten"])
 def test_an_index_of_another_log_is_not_used(tmp_path, change):
     lines = make_lines()

@@ -22,7 +22,6 @@ from hookline.arguments import user_path
 from hookline.cli.checkpoints_command import checkpoints_app
 from hookline.cli.command_base import (
     check_folder,
-    delay_interrupts,
     exit_on_interrupt,
     new_group,
 )
@@ -36,6 +35,7 @@ from hookline.cli.text_output import prepare_streams, print_text
 from hookline.cli.train_command import TrainCommand, check, schema, train
 from hookline.cli.verify_command import verify
 from hookline.errors import HookFailedError, HooklineError
+from hookline.interrupts import HeldInterrupts
 from hookline.masking import mask_text
 from hookline.printable import filter_log_records, printable, printable_lines, quote_lines
 
@@ -181,6 +181,6 @@ def demo(
     """
     check_folder(out, "--out")
     with exit_on_interrupt():
-        with delay_interrupts():
+        with HeldInterrupts():
             from hookline.cli.demo_command import run_demo
         run_demo(steps=steps, out=out, seed=seed)

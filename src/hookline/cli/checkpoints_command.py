@@ -16,11 +16,11 @@ from hookline.cli.command_base import (
     RunsFolder,
     bad_value,
     check_runs_folder,
-    delay_interrupts,
     new_group,
 )
 from hookline.cli.text_output import print_json, progress_bar, show, show_lines
 from hookline.errors import CheckpointError, listed, nearest
+from hookline.interrupts import HeldInterrupts
 from hookline.text_tables import join_some
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ def export(
         file = file / f"model.{ending}"
     if os.path.lexists(file) and not force:
         raise bad_value("--out", f"'{file}' exists; give another file, or --force to replace it.")
-    with delay_interrupts():
+    with HeldInterrupts():
         from hookline.checkpoint.export import export_weights
         from hookline.cli.checkpoint_tables import format_size
     done = export_weights(path, file, file_format=file_format, averaged=averaged, replace=force)
@@ -382,6 +382,7 @@ class _CheckpointFolder:
     def choose(self, given: str | None) -> Path:
         """Return the checkpoint with a name or a step; by default the newest complete one."""
         from hookline.checkpoint.catalog import find_checkpoint, is_checkpoint
+        from hookline.runs.checkpoint_reader import choose_of_step
 
         if given is None:
             return self.named or find_checkpoint(self.path, weights_suffice=True)
@@ -392,10 +393,8 @@ class _CheckpointFolder:
         if given not in ("", ".", "..") and is_checkpoint(self.path / given):
             return self.path / given
         complete = self.read()[0]
-        found = [one for one in complete if str(one.step) == given]
-        if found:  # the newest; others than those with all of the state only if there is none
-            order = {one.path: (not one.is_emergency, not one.is_weights_only) for one in found}
-            return max(reversed(order), key=lambda path: order[path])
+        if (found := choose_of_step(complete, given)) is not None:
+            return found
         names = [one.path.name for one in complete]
         raise CheckpointError(
             f"There is no checkpoint '{given}' in {self.path}.{nearest(given, names)} Give a "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 from collections.abc import Generator
@@ -35,19 +34,6 @@ def new_group(name: str) -> typer.Typer:
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-
-
-@contextmanager
-def delay_interrupts() -> Generator[None, None, None]:
-    """Delay Ctrl-C until the end: interrupting the import of torch raises unrelated errors."""
-    received: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if received and previous is not signal.SIG_IGN:
-        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hookline.cli.command_base import Json, delay_interrupts, new_group
+from hookline.cli.command_base import Json, new_group
 from hookline.cli.text_output import print_json, print_line, show, terminal_width
 from hookline.errors import HooklineError
+from hookline.interrupts import HeldInterrupts
 from hookline.printable import printable
 from hookline.text_tables import format_table
 
@@ -61,7 +62,7 @@ def show_hook(
 
     For your own hook, in the folder of its module: **hookline hooks show hooks.MyHook**
     """
-    with delay_interrupts():
+    with HeldInterrupts():
         from hookline.cli.hook_facts import describe_hook
         from hookline.config.hook_names import find_hook
 
@@ -112,7 +113,7 @@ def events(as_json: Json = False) -> None:
 
 
 def _list_hooks(as_json: bool) -> None:
-    with delay_interrupts():
+    with HeldInterrupts():
         from hookline.cli.hook_facts import group_hooks
         from hookline.config.hook_names import known_hooks
 

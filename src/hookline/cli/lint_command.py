@@ -17,12 +17,12 @@ from hookline.cli.command_base import (
     RunsFolder,
     bad_value,
     check_folder,
-    delay_interrupts,
     exit_on_interrupt,
 )
 from hookline.cli.run_command import check_command
 from hookline.cli.text_output import print_text
 from hookline.errors import HooklineError
+from hookline.interrupts import HeldInterrupts
 from hookline.masking import mask_text
 from hookline.printable import printable, printable_lines
 
@@ -73,7 +73,7 @@ def lint(
     else 2 if nothing was trained or the command is wrong; else 0.
     """
     with exit_on_interrupt():
-        with delay_interrupts():
+        with HeldInterrupts():
             from hookline.hooks.lint.lint_hook import Lint
             from hookline.integrations.scripts.run_settings import RunSettings
         options: dict[str, Any] = {
@@ -106,7 +106,7 @@ def lint(
                 for run in sorted(set(folder.iterdir()) - before)
                 for event in _read_events(run / "events.jsonl")
             ]
-        raise typer.Exit(_report(Verdict(events, code), as_json=as_json))
+        raise typer.Exit(_report(events, code, as_json=as_json))
 
 
 def _run(command: list[str], settings: Any, *, as_json: bool) -> int:
@@ -132,57 +132,41 @@ def _read_events(file: Path) -> list[dict[str, Any]]:
     return [e for e in read_records(file) if e.get("kind") in kinds] if file.is_file() else []
 
 
-class Verdict:
-    """What was found in all training runs of a script.
+def _report(events: list[dict[str, Any]], script_code: int, *, as_json: bool) -> int:
+    """Print what was found in all training runs of a script, and return the exit code.
 
     Args:
         events: the events `finding` and `lint` of its runs.
         script_code: the script's exit code.
+        as_json: whether to print JSON.
     """
-
-    def __init__(self, events: list[dict[str, Any]], script_code: int) -> None:
-        found = [event for event in events if event["kind"] == "finding"]
-        self.findings = [{name: event.get(name) for name in _FIELDS} for event in found]
-        self.errors = sum(finding["severity"] == "error" for finding in self.findings)
-        summaries = [event for event in events if event["kind"] == "lint"]
-        self.checks = max((each.get("checks", 0) for each in summaries), default=0)
-        reasons = [each.get("left_out", {}) for each in summaries]
-        self.left_out: dict[str, str] = {
-            check: reason
-            for check, reason in (reasons[0] if reasons else {}).items()
-            if all(check in each for each in reasons)
-        }
-        self.has_trained = bool(found) or any(each.get("steps") for each in summaries)
-        self.script_code = script_code
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the command."""
-        if self.errors:
-            return 1
-        return self.script_code or (0 if self.has_trained else _NOTHING_TRAINED)
-
-
-def _report(verdict: Verdict, *, as_json: bool) -> int:
-    """Print what was found, and return the exit code."""
     from hookline.hooks.lint.finding import describe_left_out
 
+    found = [event for event in events if event["kind"] == "finding"]
+    summaries = [event for event in events if event["kind"] == "lint"]
+    findings = [{name: event.get(name) for name in _FIELDS} for event in found]
+    errors = [finding for finding in findings if finding["severity"] == "error"]
+    checks = max((each.get("checks", 0) for each in summaries), default=0)
+    first, *others = [each.get("left_out", {}) for each in summaries] or [{}]
+    left_out = {name: why for name, why in first.items() if all(name in each for each in others)}
+    has_trained = bool(found) or any(each.get("steps") for each in summaries)
+    exit_code = 1 if errors else script_code or (0 if has_trained else _NOTHING_TRAINED)
     if as_json:
-        names = ("findings", "checks", "left_out", "has_trained", "script_code", "exit_code")
-        print(json.dumps({name: getattr(verdict, name) for name in names}, indent=2))
-        return verdict.exit_code
+        facts = {"findings": findings, "checks": checks, "left_out": left_out}
+        facts |= {"has_trained": has_trained, "script_code": script_code, "exit_code": exit_code}
+        print(json.dumps(facts, indent=2))
+        return exit_code
     lines = [
-        f"hookline: {verdict.checks} checks, {_count(verdict.findings, 'finding')}, "
-        f"{_count(range(verdict.errors), 'error')}.",
-        *(f"    {line}" for line in describe_left_out(verdict.left_out)),
+        f"hookline: {checks} checks, {_count(findings, 'finding')}, {_count(errors, 'error')}.",
+        *(f"    {line}" for line in describe_left_out(left_out)),
     ]
-    if not verdict.has_trained:
+    if not has_trained:
         lines = [
             "hookline: nothing was trained that could be linted: the script has made no optimizer "
             "step that was seen. See the messages above."
         ]
     print_text(printable_lines("\n".join(lines)), sys.stderr)
-    return verdict.exit_code
+    return exit_code
 
 
 def _count(items: Sized, what: str) -> str:

@@ -20,13 +20,13 @@ from hookline.cli.command_base import (
     RunsFolder,
     bad_value,
     check_folder,
-    delay_interrupts,
     exit_on_interrupt,
 )
 from hookline.cli.text_output import print_text
 from hookline.cli.train_command import TrustedPackages
 from hookline.errors import HooklineError
 from hookline.integrations.scripts.run_settings import STARTUP, RunSettings
+from hookline.interrupts import HeldInterrupts
 from hookline.masking import mask_text
 from hookline.printable import printable, printable_lines
 
@@ -143,7 +143,7 @@ def _settings(
     """Return what is asked for, after all of it was checked."""
     fields: dict[str, Any] = {"strict": strict, "folder": str(Path.cwd()), "hooks": []}
     if hook or file is not None:
-        with delay_interrupts():
+        with HeldInterrupts():
             import_module("torch")  # the default hooks need no check, and not these seconds
     if file is not None:
         fields |= _read_file(file, trust or [])

@@ -11,7 +11,7 @@ import typer
 from hookline.cli.command_base import Json, RunsFolder, check_runs_folder, new_group
 from hookline.cli.text_output import print_json, show, show_lines
 from hookline.printable import printable
-from hookline.text_tables import format_table
+from hookline.text_tables import format_table, join_lines
 
 if TYPE_CHECKING:
     from hookline.runs.reader import OpenedRun
@@ -138,13 +138,8 @@ def _listing(overviews: list[dict[str, Any]]) -> str:
 def _list_damage(overviews: list[dict[str, Any]]) -> list[str]:
     """Return a text with the first problem of each damaged run; nothing if there is none."""
     damaged = [one for one in overviews if one["damage"]]
-    lines = [
-        printable(f"damaged: {one['path']}: {one['damage'][0]}", 1000)
-        for one in damaged[:_MAX_DAMAGED]
-    ]
-    if len(damaged) > _MAX_DAMAGED:
-        lines.append(f"… and {len(damaged) - _MAX_DAMAGED} more damaged runs")
-    return ["\n".join(lines)] if lines else []
+    lines = [f"damaged: {one['path']}: {one['damage'][0]}" for one in damaged]
+    return [join_lines(lines, _MAX_DAMAGED, " damaged runs")] if lines else []
 
 
 def _commit(git: dict[str, Any]) -> str:

@@ -16,10 +16,10 @@ from hookline.cli.command_base import (
     Json,
     bad_value,
     check_folder,
-    delay_interrupts,
     exit_on_interrupt,
 )
 from hookline.cli.text_output import is_main_process, print_json, print_line, show
+from hookline.interrupts import HeldInterrupts
 from hookline.masking import mask_text
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def schema(
     Name it in the first line of a YAML file, so that editors find it:
     **# yaml-language-server: $schema=hookline.schema.json**
     """
-    with delay_interrupts():
+    with HeldInterrupts():
         from hookline.config_files.json_schema import schema_text
 
     if out is None:
@@ -267,7 +267,7 @@ def load_config(
     config: str, overrides: list[str] | None, trust: list[str] | None = None
 ) -> Training:
     """Return the training that a config file or a Python function describes."""
-    with delay_interrupts():
+    with HeldInterrupts():
         import_module("hookline.config_files.building")  # which imports torch
         from hookline.config_files.loading import is_python_function, load_python, load_training
         from hookline.config_files.merging import parse_override

@@ -12,7 +12,7 @@ from hookline.config_files.loading import Training
 from hookline.errors import CheckpointError, listed
 from hookline.loop.torchrun import describe_launch
 from hookline.masking import mask_arguments
-from hookline.runs.checkpoint_reader import read_checkpoints
+from hookline.runs.checkpoint_reader import choose_of_step, read_checkpoints
 from hookline.runs.location import find_run, find_run_of_checkpoint
 from hookline.runs.restart import check_crash_loop, find_unfinished_run
 from hookline.trainer.continuation import describe_parent
@@ -70,14 +70,12 @@ def find_fork(training: Training, given: str) -> Path:
         return find_checkpoint(path, verify=True)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     saved, _ = read_checkpoints(folder)
-    matching = [one for one in saved if one.step == int(step)]
-    # The last is used: one with all of the state, not saved after a crash, if there is one.
-    matching.sort(key=lambda one: (not one.is_weights_only, not one.is_emergency))
-    if not matching:
+    chosen = choose_of_step(saved, step.lstrip("0") or "0")
+    if chosen is None:
         steps = sorted({one.step for one in saved if one.step is not None})
         known = f"It has {listed(map(str, steps))}." if steps else "It has no complete checkpoint."
-        raise CheckpointError(f"The run {name} has no checkpoint of step {int(step)}. {known}")
-    return find_checkpoint(matching[-1].path, verify=True)
+        raise CheckpointError(f"The run {name} has no checkpoint of step {step}. {known}")
+    return find_checkpoint(chosen, verify=True)
 
 
 def describe_resume_command(training: Training, overrides: Sequence[str]) -> str:

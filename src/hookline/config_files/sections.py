@@ -255,8 +255,8 @@ class TrackerConfig(StringShorthand):
     )
 
 
-class TrainingConfig(Config):
-    """A config file: everything that a training run needs."""
+class RunSections(Config):
+    """The sections that every config file may have: other files, labels of the run, trackers."""
 
     include: str | list[str] = Field(
         default=[],
@@ -273,6 +273,11 @@ class TrainingConfig(Config):
     trackers: list[TrackerConfig] = Field(
         default=[], description="experiment trackers that the run is also written to"
     )
+
+
+class TrainingConfig(RunSections):
+    """A config file: everything that a training run needs."""
+
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -318,17 +323,10 @@ class TrainingConfig(Config):
     )
 
 
-class ScriptConfig(Config):
+class ScriptConfig(RunSections):
     """The file of `hookline run --hooks`: hooks, trackers and the run, nothing about training."""
 
-    include: str | list[str] = Field(default=[], description="other files, relative to this one")
-    name: str | None = Field(default=None, min_length=1, description="the run's name")
-    tags: list[str] = Field(default=[], description="words to find the run by")
-    hparams: dict[str, Any] = Field(default={}, description="hyperparameters to record")
     runs: str | None = Field(default=None, min_length=1, description="the folder for runs")
-    trackers: list[TrackerConfig] = Field(
-        default=[], description="experiment trackers that the run is also written to"
-    )
     settings: HookSettings = Field(
         default_factory=HookSettings, description="how failing and costly hooks are treated"
     )

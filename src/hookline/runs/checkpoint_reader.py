@@ -145,6 +145,13 @@ def read_checkpoints(folder: Path) -> tuple[list[SavedCheckpoint], list[str]]:
     return checkpoints, [f"{folder.name}/{name}: {text}" for name, text in scan.damage.items()]
 
 
+def choose_of_step(checkpoints: Sequence[SavedCheckpoint], step: str) -> Path | None:
+    """Return the newest checkpoint of a step that a run can resume from, else another, or None."""
+    matching = [one for one in checkpoints if str(one.step) == step]
+    matching.sort(key=lambda one: (not one.is_weights_only, not one.is_emergency))
+    return matching[-1].path if matching else None
+
+
 def choose_kept(
     checkpoints: Sequence[SavedCheckpoint], rules: KeepRules, metric: str | None = None
 ) -> list[list[str]]:

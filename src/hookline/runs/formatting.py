@@ -14,7 +14,7 @@ from hookline.printable import printable
 from hookline.runs.checkpoint_reader import SavedCheckpoint
 from hookline.runs.environment import describe_commit
 from hookline.runs.metric_values import MetricSummary
-from hookline.text_tables import format_table, join_some
+from hookline.text_tables import format_table, join_lines, join_some
 
 _MAX_ROWS = 40  # of metrics, and of checkpoints
 _MAX_DAMAGE = 20  # lines
@@ -44,10 +44,8 @@ def format_run(
     ]
     blocks = [format_table(fields[0], fields[1:])]
     blocks += [format_table(*table, limit=_MAX_ROWS) for table in tables if table[1]]
-    lines = [f"damaged: {printable(line, 1000)}" for line in damage[:_MAX_DAMAGE]]
-    if len(damage) > _MAX_DAMAGE:
-        lines.append(f"damaged: … and {len(damage) - _MAX_DAMAGE} more")
-    return "\n\n".join([*blocks, "\n".join(lines)] if lines else blocks)
+    lines = join_lines([f"damaged: {line}" for line in damage], _MAX_DAMAGE)
+    return "\n\n".join([*blocks, lines] if lines else blocks)
 
 
 def format_duration(seconds: float | None) -> str:
