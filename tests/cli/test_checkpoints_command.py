@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from hookline.checkpoint import CheckpointError, save_checkpoint, set_pointer
+from hookline.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_pointer
 from hookline.checkpoint.export import export_weights
 from hookline.checkpoint.retention import KeepRules
 from hookline.cli.app import main
@@ -327,6 +328,8 @@ def test_a_run_that_is_training_is_not_pruned(tmp_path: Path) -> None:
     [
         ((), ["at least one rule", "--keep-last"]),
         (("--keep-best", "2"), ["--keep-best and --metric belong together"]),
+        (("--keep-every", "0"), ["'--keep-every'", "greater than or equal to 1"]),
+        (("--keep-last", "1", "--mode", "least"), ["'least' is not one of 'min', 'max'."]),
     ],
 )
 def test_bad_rules_are_one_line_that_helps(
@@ -494,6 +497,31 @@ def test_an_unknown_run_or_metric_is_one_line(saved: SavedRun) -> None:
     assert "There is no run 'zzz' in runs." in refused("list", "zzz", cwd=saved.root)
     error = refused("prune", saved.run.path, "--keep-best", 1, "--metric", "val/los")
     assert "Did you mean 'val/loss'?" in error
+
+
+KILLED = """
+import os, signal, sys
+import hookline.checkpoint.atomic_files as atomic_files
+remove = atomic_files.remove_locked_folder
+def kill(*given):
+    os.kill(os.getpid(), signal.SIGKILL)
+atomic_files.remove_locked_folder = kill
+from hookline.cli.app import main
+sys.argv = ["hookline", "checkpoints", "prune", sys.argv[1], "--keep-last", "1", "--yes"]
+main()
+"""
+
+
+def test_a_kill_during_pruning_leaves_complete_checkpoints_only(
+    saved: SavedRun, tmp_path: Path
+) -> None:
+    run = copy_of(saved, tmp_path)
+    done = run_command(sys.executable, "-c", KILLED, run)
+    assert done.returncode == -signal.SIGKILL
+    assert "5 checkpoints verified, 0 damaged." in printed("verify", run)
+    save_checkpoint(run / "checkpoints" / "next", model={}, state={}, info={"step": 600})
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+    assert load_checkpoint(run / "checkpoints" / "step_000500").info["step"] == 500
 
 
 def save_steps(folder: Path, *steps: int, **info) -> None:

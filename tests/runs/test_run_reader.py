@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 import time
 import tracemalloc
 from fnmatch import fnmatchcase
@@ -160,6 +164,26 @@ def test_rows_are_a_list_and_a_frame_is_asked_for(finished: hookline.Trainer) ->
     assert list(run.frame(kind="text")["value"]) == ["<b>hello</b>"]
 
 
+def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
+    finished: hookline.Trainer,
+) -> None:
+    script = (
+        "import sys; sys.modules['pandas'] = None\n"  # as if it were not installed
+        "from hookline.runs import open_run\n"
+        "run = open_run(sys.argv[1])\n"
+        "print(type(run.metrics()).__name__)\n"
+        "try: run.frame()\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", script, str(finished.run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first == "list"
+    assert second.startswith("RunError run.frame() needs pandas")
+    assert second.endswith("pip install pandas")
+
+
 def test_the_run_of_a_checkpoint_is_its_enclosing_run_folder(
     finished: hookline.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +290,25 @@ def test_some_series_have_the_rows_that_they_have_among_all(
         found = OpenedRun(tmp_path).metrics(*names)
         assert list(map(repr, found)) == list(map(repr, expected))  # NaN, and 1 is not 1.0
         assert bool(found) is (names not in [("absent",), ('"',), ("\\",), ("",)])
+
+
+def test_reading_one_series_does_not_parse_the_lines_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Lines of text have to be parsed as JSON, which takes long.
+    texts = [usual(i, "note", '"x"').replace(b"scalar", b"text") for i in range(99)]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, usual(5, "lr")]) + b"\n")
+    parsed: list[bytes] = []
+    parse = JsonlReader.parse
+
+    def count(self: JsonlReader, line: bytes) -> Any:
+        parsed.append(line)
+        return parse(self, line)
+
+    monkeypatch.setattr(JsonlReader, "parse", count)
+    assert [row["step"] for row in OpenedRun(tmp_path).metrics("lr")] == [5]
+    assert parsed == []
+    assert len(OpenedRun(tmp_path).metrics("note")) == len(parsed) == 99
 
 
 def test_a_long_run_is_shown_without_keeping_its_values(tmp_path: Path) -> None:
@@ -472,6 +515,53 @@ def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
 # -- a run that goes on, or went on ---------------------------------------------------------------
 
 
+ENDLESS = """
+import sys, itertools, torch, hookline
+from loops import make, batches
+config = hookline.TrainerConfig(runs=sys.argv[1], progress="off", max_epochs=None,
+                                checkpoints={"background": False})
+class Tells(hookline.Hook):
+    def on_step_end(self, trainer, step):
+        if step == 20: trainer.save_checkpoint()
+        if step % 50 == 0:
+            trainer.run.flush()
+            print(step, flush=True)
+trainer = hookline.Trainer(config, *make(), loss_fn=torch.nn.functional.mse_loss, hooks=[Tells()])
+trainer.fit(batches(10))
+"""
+
+
+def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1] / "support"
+    started = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tests)},
+        text=True,
+    ) as training:
+        assert training.stdout is not None
+        while "100" not in training.stdout.readline():
+            assert training.poll() is None
+        (path,) = tmp_path.iterdir()
+        assert open_run(path).status == "training"
+        training.send_signal(signal.SIGKILL)
+        end = time.monotonic() + 120
+        while open_run(path).status == "training":  # a zombie until somebody waits for it
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    run = open_run(path)
+    assert (run.status, run.damage) == ("lost", [])
+    steps = [row["step"] for row in run.metrics("train/loss")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) >= 99
+    assert run.seconds is not None
+    assert 0 < run.seconds <= time.monotonic() - started
+    (checkpoint,) = run.checkpoints()
+    checkpoint.load_into(Net())
+    assert run.manifest["status"] == "training"
+
+
 def test_whether_a_process_of_elsewhere_lives_is_not_guessed(tmp_path: Path) -> None:
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     part = run.manifest["attempts"][0]
@@ -486,6 +576,20 @@ def test_whether_a_process_of_elsewhere_lives_is_not_guessed(tmp_path: Path) -> 
     assert status(pid=2**22 + 1, pid_namespace="pid:[1]") == "training"
     assert status(pid_started=1) == "lost"  # another process has got the number
     assert status(pid=None) == "training"
+
+
+def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
+    first = train(tmp_path, Saves(2), Logs())
+    train(tmp_path, Saves(2), Logs(), resume_from=first.run.checkpoints / "step_000002")
+    run = open_run(first.run.path)
+    assert [step for step, _ in named(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert len(named(run, "train/loss", repeated=True)) == 10
+    assert run.results()["train/loss"].count == 6
+    assert run.overview()["attempts"] == 2
+    assert "in 2 attempts" in str(run)
+    times = [row["time"] for row in run.metrics("train/loss")]
+    (_, again) = run.events("start")
+    assert [when > again["time"] for when in times] == [False, False, True, True, True, True]
 
 
 def test_records_are_read_from_the_end_across_blocks(tmp_path: Path) -> None:
@@ -527,3 +631,10 @@ def test_attempts_of_an_older_run_are_read_as_parts_and_written_as_attempts(tmp_
     written = json.loads(file.read_text())
     assert "parts" not in written
     assert [one["status"] for one in written["attempts"]] == ["interrupted", "completed"]
+
+
+def test_many_metrics_are_cut_with_a_count(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
+    run.log_metrics(1, 0, {f"layer/{i}": 1.0 for i in range(60)})
+    run.close()
+    assert "… and 20 more" in str(open_run(run.path))
