@@ -66,7 +66,8 @@ class LoggingHook(BuiltIn):
         self._log("Restored step %d from %s", step, checkpoint_path)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        log.error("Training fails at step %d: %s: %s", step, type(exception).__name__, exception)
+        text, kind = "Training fails at step %d: %s: %s", type(exception).__name__
+        self._log(text, step, kind, exception, level=logging.ERROR)
 
     def on_train_end(self, status: str, step: int) -> None:
         took = ""
@@ -79,9 +80,10 @@ class LoggingHook(BuiltIn):
     def _is_shown(self) -> bool:
         return log.isEnabledFor(self._level) or not log.hasHandlers()
 
-    def _log(self, text: str, *args: Any) -> None:
+    def _log(self, text: str, *args: Any, level: int | None = None) -> None:
+        level = self._level if level is None else level
         if log.hasHandlers():
-            log.log(self._level, text, *args)
+            log.log(level, text, *args)
         else:  # logging is not configured
-            start = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {logging.getLevelName(self._level)}"
+            start = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {logging.getLevelName(level)}"
             print(start, printable_message(mask_text(text % args)), file=sys.stderr)
