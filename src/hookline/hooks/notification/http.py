@@ -88,7 +88,9 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirects(HTTPRedirectHandler):
-        def redirect_request(self, *_: Any) -> None:
+        def redirect_request(
+            self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+        ) -> None:
             """Refuse: then the response is an error."""
 
     headers = {"User-Agent": "hookline"}
