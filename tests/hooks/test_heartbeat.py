@@ -71,22 +71,6 @@ def test_by_default_the_file_is_in_the_run_folder(tmp_path):
     assert json.loads((trainer.run.path / "heartbeat.json").read_text())["status"] == "completed"
 
 
-def test_a_run_that_hangs_does_not_touch_it(tmp_path):
-    """Time passes and no batch ends: the sign stays as old as it is."""
-    path = tmp_path / "beat.json"
-    seen = []
-
-    class Hangs(hookline.Hook):
-        def on_before_forward(self, step):
-            if step == 2:
-                seen.append(path.read_text())
-                time.sleep(0.05)
-                seen.append(path.read_text())
-
-    train(Hangs(), Heartbeat(path, every_seconds=0.001))
-    assert seen[0] == seen[1]
-
-
 def test_a_long_validation_gives_signs_too(tmp_path):
     path = tmp_path / "beat.json"
     times = []
@@ -141,15 +125,13 @@ def test_it_works_in_an_unchanged_bare_loop(tmp_path):
 
 
 @contextmanager
-def server(moved_to=None):
+def server():
     got = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             got.append(self.path)
-            self.send_response(200 if moved_to is None else 301)
-            if moved_to is not None:
-                self.send_header("Location", moved_to)
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *args):

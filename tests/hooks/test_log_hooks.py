@@ -100,6 +100,15 @@ def test_a_program_without_logging_sees_the_lines_on_stderr_and_stays_as_it_was(
     assert (logger.handlers, logger.level) == ([], logging.NOTSET)
 
 
+def test_a_program_without_logging_sees_neither_secrets_nor_control_characters(capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setenv("API_TOKEN", "correct-horse-battery")
+    LoggingHook().on_exception(ValueError("correct-horse-battery\x1b[31m"), 1)
+    shown = capsys.readouterr().err
+    assert "ERROR Training fails at step 1: ValueError: ***" in shown
+    assert "\x1b" not in shown
+
+
 # -- console ---------------------------------------------------------------------------------------
 
 

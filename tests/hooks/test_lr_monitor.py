@@ -144,16 +144,6 @@ def test_a_rate_that_is_a_tensor_is_copied_and_not_read(tmp_path: Path) -> None:
     assert values["lr/Adam"] == [(1, 0.25), (2, 0.125)]
 
 
-def test_it_works_in_a_bare_loop_that_tells_no_epochs(tmp_path: Path) -> None:
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[LRMonitor()], runs=tmp_path) as session:
-        train(model, optimizer, batches(2))
-    assert session.hooks.summary().failures == {}
-    (path,) = tmp_path.glob("*/metrics.jsonl")
-    values = [(one["step"], one["value"]) for one in read_records(path) if one["name"] == "lr/SGD"]
-    assert values == [(1, 0.1), (2, 0.1)]
-
-
 def test_frequency_epoch_asks_a_bare_loop_for_its_epochs() -> None:
     model, optimizer = make()
     with (

@@ -93,30 +93,8 @@ def test_micro_batches_may_differ_and_the_last_step_may_be_short(sizes, loader, 
         assert found[step, "signal"] == pytest.approx(signal, rel=1e-3, abs=1e-5)
         assert found[step, "variance"] == pytest.approx(variance, rel=1e-3)
         assert found[step, "batch_size"] == sum(len(x) for x, _ in used)
-
-
-def test_sparse_gradients_are_measured(tmp_path) -> None:
-    class Sparse(nn.Module):
-        def __init__(self, *, sparse: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.embedding = nn.Embedding(5, 3, sparse=sparse)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.embedding(x.abs().long().clamp(max=4)).sum(1)
-
-    found = [
-        fit(
-            tmp_path / str(sparse),
-            Sparse(sparse=sparse),
-            make_batches(4, 4),
-            hookline.GradientNoiseScale(1),
-            accumulate=2,
-        )
-        for sparse in (False, True)
-    ]
-    assert found[0]
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+        if signal > 0:
+            assert found[step, "scale"] == pytest.approx(variance / signal, rel=1e-2)
 
 
 @pytest.mark.parametrize("when", ["within a step", "after a forward", "between steps"])

@@ -203,7 +203,9 @@ def measure(folder: Path, model: nn.Module, data: Any, **options: Any) -> float:
     trainer.fit(data)
     assert trainer.hooks.summary().failures == {}
     records = read_records(trainer.run.path / "metrics.jsonl")
-    return next(one["value"] for one in records if one["name"] == "sharpness/along_gradient")
+    values = {one["name"]: one["value"] for one in records}
+    assert values["sharpness/times_lr"] == pytest.approx(0.1 * values["sharpness/along_gradient"])
+    return values["sharpness/along_gradient"]
 
 
 def test_a_failure_in_the_middle_leaves_training_unchanged(tmp_path) -> None:

@@ -320,11 +320,3 @@ def test_a_bare_loops_own_files_and_folders_are_copied_too(tmp_path):
     assert (copies / "model.pt").read_bytes() == (tmp_path / "model.pt").read_bytes()
     assert (copies / "parts" / "deep" / "a.bin").read_bytes() == b"a"
     assert sorted(p.name for p in copies.iterdir()) == ["model.pt", "parts"]
-
-
-@pytest.mark.parametrize(
-    "options", [{"retries": -1}, {"timeout": 0}, {"max_waiting": 0}, {"backoff": -1}]
-)
-def test_values_that_make_no_sense_are_refused(tmp_path, options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        UploadHook(tmp_path, **options)

@@ -11,11 +11,12 @@ import time
 import pytest
 import torch
 from commands import call_hookline, run_hookline
+from test_tracker_thread import BATCHES, Kept, Stuck, train
 from torch.utils.data import DataLoader, TensorDataset
 from warm_processes import WarmParent
 
 import hookline
-from hookline import Hook, Trainer, TrainerConfig
+from hookline import Hook
 from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
 from hookline.trackers import group
@@ -50,41 +51,16 @@ def write_config(project, trackers):
     (project / "train.yaml").write_text(TRAINING.replace("TRACKERS", trackers))
 
 
-class Kept:
-    """A tracker that keeps what it gets."""
-
-    name = "kept"
+class KeptWithProcess(Kept):
+    """Also keeps in which processes it was called."""
 
     def __init__(self):
-        self.values, self.calls, self.pids = [], [], set()
-
-    def start(self, run):
-        self.calls.append("start")
+        super().__init__()
+        self.pids = set()
 
     def log(self, values):
         self.pids.add(os.getpid())
-        self.values += values
-
-    def finish(self, status):
-        self.calls.append(status)
-
-    def steps(self, name="train/loss"):
-        return [value.step for value in self.values if value.name == name]
-
-
-def make(runs, tracker, hooks=(), **fields):
-    model = torch.nn.Linear(2, 1)
-    return Trainer(
-        TrainerConfig(runs=runs, progress="off", **fields),
-        model,
-        torch.optim.SGD(model.parameters(), 0.1),
-        loss_fn=torch.nn.functional.mse_loss,
-        hooks=hooks,
-        trackers=[tracker],
-    )
-
-
-BATCHES = [(torch.ones(1, 2), torch.ones(1, 1))] * 6
+        super().log(values)
 
 
 def test_a_config_file_has_built_in_trackers_and_those_of_packages(project, site):
@@ -120,15 +96,6 @@ def test_mistakes_in_a_config_file_are_said_before_training(project, trackers, m
     assert not (project / "runs").exists()
 
 
-def test_a_missing_package_is_said_before_training(project, monkeypatch):
-    monkeypatch.setattr("hookline.trackers.names.find_spec", lambda name: None)
-    write_config(project, "mlflow")
-    code, output = call_hookline("train", "train.yaml", cwd=project)
-    assert code != 0
-    assert "pip install 'hookline[mlflow]'" in " ".join(output.split())
-    assert not (project / "runs").exists()
-
-
 def test_an_ignite_engine_has_trackers(tmp_path):
     from ignite.engine import Engine
 
@@ -152,7 +119,7 @@ def test_an_ignite_engine_has_trackers(tmp_path):
 
 
 def test_workers_of_a_data_loader_may_be_forked_while_a_tracker_runs(tmp_path):
-    class Busy(Kept):
+    class Busy(KeptWithProcess):
         def start(self, run):
             super().start(run)
             threading.Thread(target=self.log_forever, daemon=True).start()
@@ -168,18 +135,11 @@ def test_workers_of_a_data_loader_may_be_forked_while_a_tracker_runs(tmp_path):
     tracker = Busy()
     data = TensorDataset(torch.ones(12, 2), torch.ones(12, 1))
     loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context="fork")
-    trainer = make(tmp_path, tracker, [Flush()], max_epochs=2)
+    trainer = train(tmp_path, tracker, [Flush()], max_epochs=2)
     trainer.fit(loader)
     assert trainer.status == "completed"
     assert tracker.steps() == list(range(1, 13))
     assert tracker.pids == {os.getpid()}
-
-
-class Stuck(Kept):
-    """A tracker that never returns from its first call."""
-
-    def log(self, values):
-        threading.Event().wait()
 
 
 class Send(Hook):
@@ -198,7 +158,7 @@ def train_and_signal(folder, name):
     """Train with a tracker that is stuck, and print how training ended."""
     assert group._SHORT_END_SECONDS == 5.0
     group._SHORT_END_SECONDS = 0.2
-    trainer = make(folder, Stuck(), [Send(name)])
+    trainer = train(folder, Stuck(), [Send(name)])
     end = "returned"
     try:
         trainer.fit(BATCHES)
@@ -209,7 +169,7 @@ def train_and_signal(folder, name):
 
 def train_and_die(folder):
     """Train with a tracker that is stuck, and be killed while the end waits for it."""
-    trainer = make(folder, Stuck())
+    trainer = train(folder, Stuck())
     finish = trainer._trackers.finish
 
     def finish_and_die(status):
@@ -223,7 +183,7 @@ def train_and_die(folder):
 def train_and_signal_at_the_end(folder, name):
     """Train with a tracker that is stuck, and get a signal while the end waits for it."""
     group._SHORT_END_SECONDS = 0.2
-    trainer = make(folder, Stuck())
+    trainer = train(folder, Stuck())
     trainer._trackers._end_seconds = 3600.0
     wait = trainer._trackers._wait
 
@@ -299,13 +259,13 @@ def test_a_resumed_run_logs_what_a_tracker_lacks(tmp_path):
             super().log(values)
 
     first, second = Dying(), Kept()
-    trainer = make(tmp_path, first, [Save()])
+    trainer = train(tmp_path, first, [Save()])
     trainer._trackers._end_seconds = 0.1
     trainer.fit(BATCHES)
     (folder,) = tmp_path.iterdir()
     assert first.steps()
     assert 3 not in first.steps()
-    resumed = make(tmp_path, second, [Save()])
+    resumed = train(tmp_path, second, [Save()])
     resumed.fit(BATCHES, resume_from=folder / "checkpoints" / "step_000004")
     record = [(r["step"], r["name"], r["value"]) for r in read_records(folder / "metrics.jsonl")]
     logged = [(v.step, v.name, v.value) for v in first.values + second.values]
@@ -322,14 +282,14 @@ def test_a_position_that_is_damaged_fails_nothing(tmp_path, content):
             if step == 4:
                 trainer.save_checkpoint()
 
-    make(tmp_path, Kept(), [Save()]).fit(BATCHES)
+    train(tmp_path, Kept(), [Save()]).fit(BATCHES)
     (folder,) = tmp_path.iterdir()
     position = folder / "trackers" / "kept.txt"
     position.unlink()
     if content is not None:
         position.write_text(content)
     tracker = Kept()
-    resumed = make(tmp_path, tracker, [Save()])
+    resumed = train(tmp_path, tracker, [Save()])
     resumed.fit(BATCHES, resume_from=folder / "checkpoints" / "step_000004")
     assert resumed.status == "completed"
     assert tracker.steps() == [1, 2, 3, 4, 5, 6]  # all of the record

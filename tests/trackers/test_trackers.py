@@ -28,20 +28,26 @@ ODD_SCALARS = {
     "hookline_step": 6.0,
     "../up": 8.0,
 }
-SCRIPT = Path(__file__).parents[1] / "support" / "tracked_training.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the folder of a run that was killed after step 14 and resumed from step 10."""
     root = tmp_path_factory.mktemp("tracked")
+    (root / "log.txt").write_text(run_script("tracked_training.py", root))
+    (run,) = (root / "runs").iterdir()
+    return run
+
+
+def run_script(name, root):
+    """Run a script of the support folder with offline tools; return what it logged."""
     settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
     settings |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
     settings |= {"TRACKIO_DIR": str(root / "trackio")}
-    environment = {**os.environ, **settings}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(root)],
-        env=environment,
+        [sys.executable, str(SUPPORT / name), str(root)],
+        env={**os.environ, **settings},
         cwd=root,
         capture_output=True,
         text=True,
@@ -49,9 +55,7 @@ def folder(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (root / "log.txt").write_text(done.stderr)
-    (run,) = (root / "runs").iterdir()
-    return run
+    return done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from test_trackers import run_script
 
 pytestmark = pytest.mark.slow
-
-SCRIPT = Path(__file__).parents[1] / "support" / "tracked_beside.py"
 
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory):
     """Return what the tools' own readers have read."""
     root = tmp_path_factory.mktemp("beside")
-    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
-    settings |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(root)],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_script("tracked_beside.py", root)
     return json.loads((root / "read.json").read_text())
 
 

@@ -72,24 +72,19 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
     """Return the facts as sentences."""
     lines = [_outcome(facts), _losses(facts), _results(facts)]
     lines += [text for _, text in describe_gradients(facts)]
-    lines += [
-        describe_lint(facts),
-        _origin(facts),
-        _incidents(facts),
-        _hook_cost(facts),
-        _time(facts),
-    ]
+    others = (describe_lint, _origin, _incidents, _hook_cost, _time)
+    lines += [describe(facts) for describe in others]
     for name, lacks in facts["trackers"].items():
         problem = f": {lacks['problem']}" if lacks["problem"] else ""
         lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
     described = {"gradients", "grad_norm"} if facts["gradients"] is not None else set[str]()
-    others = [
+    odd = [
         f"{shorten(name, 80)} ({count})"
         for name, count in facts["not_finite"].items()
         if name.partition("/")[0] not in described and name not in ("train/loss", "val/loss")
     ]
-    if others:
-        lines.append(f"Values that are not finite: {join_some(others)}.")
+    if odd:
+        lines.append(f"Values that are not finite: {join_some(odd)}.")
     return [line for line in lines if line]
 
 
@@ -108,7 +103,7 @@ def describe_status(facts: Mapping[str, Any]) -> list[str]:
         return ["bad", f"{status}, loss not finite"]
     errors = facts["lint"]["errors"] if facts["lint"] is not None else 0
     if errors:
-        return ["bad", f"{status}, with {errors:,} error{'' if errors == 1 else 's'} found by Lint"]
+        return ["bad", f"{status}, with {plural(errors, 'error')} found by Lint"]
     is_odd = facts["not_finite"].keys() & {*_LOSSES} or _has_bad_gradients(facts)
     if is_odd and tone in ("good", ""):
         return ["warn", f"{status}, with values that were not finite"]
@@ -138,11 +133,10 @@ def describe_gradients(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
         where = "all layers at once" if len(at_once) == count else shown
         text = f"The gradients of {which} layers are not finite, first at step {_step(first)} (of "
         lines.append(("bad", f"{text}the recorded steps), in {where}."))
-    for what in ("vanish", "explode"):
-        layers = found["vanishing" if what == "vanish" else "exploding"]
+    for verb, layers in (("vanish", found["vanishing"]), ("explode", found["exploding"])):
         if layers:
             shown = join_some(f"{shorten(n, 80)} ({_shown(v)})" for n, v in layers.items())
-            lines.append(("bad", f"Gradients {what} in {shown}."))
+            lines.append(("bad", f"Gradients {verb} in {shown}."))
     losses_are_finite = not facts["not_finite"].keys() & {*_LOSSES}
     if not lines and losses_are_finite and not _has_bad_gradients(facts):
         text = "In the last quarter of the recorded steps, no gradient of the "
@@ -214,14 +208,15 @@ def _lint_facts(data: RunData) -> dict[str, Any] | None:
         found.setdefault((texts["check"], texts["subject"]), one)
     findings = sorted(found.values(), key=lambda one: one["severity"])  # errors first
     last = summaries[-1] if summaries else {}
-    left_out: Any = last.get("left_out")
-    reasons = left_out.items() if isinstance(left_out, dict) else ()
     return {
         "findings": findings[:_MAX_LINT],
         "count": len(findings),
         "errors": sum(one["severity"] == "error" for one in findings),
         "checks": _count(last.get("checks")),
-        "left_out": {shorten(name, 100): shorten(why, 300) for name, why in [*reasons][:_MAX_LINT]},
+        "left_out": {
+            shorten(name, 100): shorten(why, 300)
+            for name, why in [*as_dict(last.get("left_out")).items()][:_MAX_LINT]
+        },
     }
 
 
@@ -232,7 +227,7 @@ def describe_lint(facts: Mapping[str, Any]) -> str:
         return ""
     count, errors = lint["count"], lint["errors"]
     checks = "" if lint["checks"] is None else f"{lint['checks']:,} checks, "
-    found = f"{count:,} finding{'' if count == 1 else 's'}" if count else "no finding"
+    found = plural(count, "finding") if count else "no finding"
     which = "an error" if errors == count == 1 else f"{errors:,} of them errors"
     return f"Lint: {checks}{found}{f', {which}' if errors else ''}."
 
@@ -275,8 +270,7 @@ def _tracker_facts(data: RunData) -> dict[str, dict[str, Any]]:
     """Return what each tracker lacks: the number of values, and the problem."""
     lacks: dict[str, dict[str, Any]] = {}
     for event in data.events_of("trackers"):
-        missing: Any = event.get("missing")
-        for name, found in list(missing.items())[:20] if isinstance(missing, dict) else ():
+        for name, found in [*as_dict(event.get("missing")).items()][:20]:
             if isinstance(found, dict):
                 count = int(_measure(found.get("dropped")) + _measure(found.get("failed")))
                 one = lacks.setdefault(shorten(name, 60), {"missing": 0, "problem": None})
@@ -293,8 +287,7 @@ def _skipped_steps(data: RunData) -> int:
 
 def _outcome(facts: Mapping[str, Any]) -> str:
     count = facts["steps"]
-    steps = f"{count:,} step{'' if count == 1 else 's'}" if count else "no steps"
-    steps = "an unknown number of steps" if count is None else steps
+    steps = "an unknown number of steps" if count is None else plural(count, "step")
     words = {"training": "is still training", "lost": "was lost: its process ended without a word"}
     words |= {"error": "ended with an error", "unknown": "has no manifest that can be read"}
     status = words.get(facts["status"], f"was {shorten(facts['status'], 40)}")
@@ -348,18 +341,11 @@ def _incidents(facts: Mapping[str, Any]) -> str:
     counts = {
         "loss spike": facts["loss_spikes"],
         "skipped step": facts["steps_skipped"],
-        "failure of hooks": facts["hooks"]["failures"],
+        "hook failure": facts["hooks"]["failures"],
     }
-    plurals = {"failure of hooks": "failures of hooks"}
-    some = [
-        f"{n:,} {what if n == 1 else plurals.get(what, what + 's')}"
-        for what, n in counts.items()
-        if n
-    ]
+    some = [plural(n, what) for what, n in counts.items() if n]
     saved = facts["checkpoints_saved"]
-    text = (
-        f"{saved:,} checkpoint{'' if saved == 1 else 's'} saved" if saved else "No checkpoint saved"
-    )
+    text = f"{plural(saved, 'checkpoint')} saved" if saved else "No checkpoint saved"
     on_disk = len(facts["checkpoints_on_disk"])
     text += f", {on_disk:,} in the folder" if on_disk else ""
     if not some:
@@ -373,11 +359,11 @@ def _hook_cost(facts: Mapping[str, Any]) -> str:
     if hooks["share"] is None:
         return ""
     of = "the run" if facts["attempts"] <= 1 else "the last attempt that ended"
-    text = f"Hooks took about {hooks['share']:.2%} of {of}"
-    if hooks["costliest"] is not None:
-        name, share = shorten(hooks["costliest"], 80), hooks["costliest_share"]
-        text += f"; the costliest was {name} ({share:.2%})"
-    return text + ", estimated from sampled clocks."
+    name, share = shorten(hooks["costliest"], 80), hooks["costliest_share"]
+    return (
+        f"Hooks took about {hooks['share']:.2%} of {of}; the costliest was {name} ({share:.2%}), "
+        "estimated from sampled clocks."
+    )
 
 
 def _time(facts: Mapping[str, Any]) -> str:
@@ -404,23 +390,18 @@ def _hook_facts(data: RunData) -> dict[str, Any]:
 
 def read_hooks(data: RunData) -> list[dict[str, Any]]:
     """Return the hooks of the last `end` event, with what can be trusted of their fields."""
-    summary: Any = (data.end or {}).get("hooks")
-    hooks: Any = summary.get("hooks") if isinstance(summary, dict) else None
-    if not isinstance(hooks, list):
-        return []
+    hooks: Any = as_dict((data.end or {}).get("hooks")).get("hooks")
     found: list[dict[str, Any]] = []
-    for hook in hooks[:500]:
+    for hook in hooks[:500] if isinstance(hooks, list) else ():
         if isinstance(hook, dict):
             numbers = {n: _measure(hook.get(n)) for n in ("calls", "seconds", "share", "failures")}
             texts = {
                 n: shorten(hook.get(n) or "", 500)
                 for n in ("name", "cls", "status", "schedule", "last_error")
             }
-            by_event: Any = hook.get("costs")
-            costs = by_event if isinstance(by_event, dict) else {}
             events = {
                 shorten(event, 60): {n: _measure(cost.get(n)) for n in ("calls", "seconds")}
-                for event, cost in list(costs.items())[:60]
+                for event, cost in [*as_dict(hook.get("costs")).items()][:60]
                 if isinstance(cost, dict)
             }
             found.append({**texts, **numbers, "events": events})
@@ -439,9 +420,7 @@ def _gradient_facts(data: RunData) -> dict[str, Any] | None:
 
 
 def _parameters(manifest: dict[str, Any]) -> int | None:
-    training: Any = manifest.get("training")
-    model: Any = training.get("model") if isinstance(training, dict) else None
-    count: Any = model.get("parameters") if isinstance(model, dict) else None
+    count = as_dict(as_dict(manifest.get("training")).get("model")).get("parameters")
     return count if type(count) is int else None
 
 
@@ -450,7 +429,7 @@ def token_points(data: RunData) -> list[tuple[float, float]]:
     points = {
         float(event["step"]): float(event["tokens_seen"])
         for event in data.events_of("checkpoint", "end")
-        if _number(event.get("tokens_seen")) > 0 and _number(event.get("step")) > 0
+        if _measure(event.get("tokens_seen")) > 0 and _measure(event.get("step")) > 0
     }
     series = data.series.get("train/tokens_seen") or data.series.get("tokens_seen")
     if series is not None:
@@ -464,19 +443,24 @@ def shorten(value: Any, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _number(value: Any) -> float:
-    return value if is_finite_number(value) else 0
+def as_dict(value: Any) -> dict[Any, Any]:
+    """Return what should be a dict; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def _measure(value: Any) -> float:
     """Return a number of a size that a run can have; 0 for others, whose sums might overflow."""
-    number = _number(value)
-    return number if 0 <= number < 1e18 else 0
+    return value if is_finite_number(value) and 0 <= value < 1e18 else 0
 
 
 def _count(value: Any) -> int | None:
     """Return a number that counts something; None for anything else."""
     return int(value) if is_finite_number(value) and 0 <= value < 1e18 else None
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _finite(value: Any) -> Any:

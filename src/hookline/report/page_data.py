@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from hookline.report.facts import (
+    as_dict,
     describe_facts,
     describe_gradients,
     describe_lint,
@@ -28,8 +29,7 @@ from hookline.text_tables import join_some
 
 _BUCKETS = 120_000  # of all series of a page: about 3 MB
 _BUCKET_BYTES, _SERIES_BYTES = 27, 4_000_000
-_MAIN_BUCKETS = 1_000  # of a loss
-_MAX_NAME = 300
+_MOST_BUCKETS = 1_000  # of a series
 _MAX_CONFIG = 400  # rows
 _MAX_LEFT_OUT = 40
 _MAX_TRACEBACK = 6_000  # characters: its end
@@ -42,24 +42,24 @@ _SHOWN_FACTS = (
 )
 
 
-def share_buckets(runs: Iterable[RunData]) -> None:
+def share_buckets(runs: Sequence[RunData]) -> None:
     """Shrink the series of all runs so that the page stays small; leave out what does not fit."""
-    runs = list(runs)
-    main = [one for run in runs for name, one in run.series.items() if _is_main(name)]
-    for one in main:
-        one.shrink(min(_MAIN_BUCKETS, max(50, _BUCKETS // 2 // max(1, len(main)))))
-    others = [one for run in runs for name, one in run.series.items() if not _is_main(name)]
-    room = _BUCKETS - sum(map(len, main))
-    limit = _MAIN_BUCKETS
-    while limit > 20 and sum(min(len(one), limit) for one in others) > room:
-        limit //= 2
-    for one in others:
-        one.shrink(limit)
+    sampled = [one for run in runs for one in run.series.items()]
+    main = [one for name, one in sampled if _is_main(name)]
+    others = [one for name, one in sampled if not _is_main(name)]
+    room = _BUCKETS // 2
+    for several in (main, others):
+        limit = _MOST_BUCKETS
+        while limit > 20 and sum(min(len(one), limit) for one in several) > room:
+            limit //= 2
+        for one in several:
+            one.shrink(limit)
+        room = _BUCKETS - sum(map(len, main))
     for run in runs:
         count, room = len(run.series), _SERIES_BYTES // len(runs)
         for name, one in [*run.series.items()]:
             room -= _BUCKET_BYTES * len(one) + 3 * len(name) + 100
-            if len(name) > _MAX_NAME or (room < 0 and not _is_main(name)):
+            if room < 0 and not _is_main(name):
                 del run.series[name]
         if left_out := count - len(run.series):
             run.left_out.append(f"the curves of {left_out:,} of {count:,} series")
@@ -161,8 +161,7 @@ def _marks(data: RunData) -> list[list[Any]]:
     for event in data.events_of(_SKIPPED):
         add("skipped", event, f"step skipped: {event.get('reason')}")
     for event in data.events_of("hooks"):
-        changed: Any = event.get("hooks")
-        items = changed.items() if isinstance(changed, dict) else ()
+        items = as_dict(event.get("hooks")).items()
         by = f" (by {event['by']})" if event.get("by") else ""
         add("toggle", event, ", ".join(f"{name}: {status}" for name, status in items) + by)
     for event in data.events_of(_SPIKE):
@@ -200,8 +199,7 @@ def _switches(data: RunData) -> dict[str, list[list[Any]]]:
             status = "enabled" if hook.get("enabled", True) else "disabled"
             switches[shorten(hook.get("name"), 100)] = [[0, status]]
     for event in data.events_of("hooks"):
-        changed: Any = event.get("hooks")
-        for name, status in changed.items() if isinstance(changed, dict) else ():
+        for name, status in as_dict(event.get("hooks")).items():
             one = switches.setdefault(shorten(name, 100), [])
             one.append([event.get("step"), shorten(status, 40)])
     return switches
@@ -245,16 +243,14 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
         rows.append(("Working tree", f"{changes}.{more}"))
     else:
         rows.append(("Commit", f"Unknown: {git.get('problem') or 'not recorded'}"))
-    parent: Any = manifest.get("parent")
-    if isinstance(parent, dict):
+    if parent := as_dict(manifest.get("parent")):
         rows.append(("Forked from", f"run {parent.get('run_id')} at step {parent.get('step')}"))
     command: Any = manifest.get("command")
     rows.append(("Command", " ".join(map(str, command)) if isinstance(command, list) else command))
     rows += [("Seed", manifest.get("seed")), ("torch seed", manifest.get("torch_seed"))]
     rows.append(("Configuration hash", overview["config_hash"]))
-    versions: Any = manifest.get("versions")
-    if isinstance(versions, dict):
-        rows.append(("Versions", ", ".join(f"{n} {v}" for n, v in versions.items() if v)))
+    versions = as_dict(manifest.get("versions"))
+    rows.append(("Versions", ", ".join(f"{n} {v}" for n, v in versions.items() if v)))
     for name in ("platform", "python", "host", "devices", "last_error"):
         value: Any = manifest.get(name)
         if value:
@@ -319,8 +315,8 @@ def _describe_batches(batches: Any) -> str:
 
 def _compare(event: Mapping[str, Any]) -> tuple[list[list[str]], int]:
     """Return the rows of the table, and how many more series were logged around the spike."""
-    values, step = event.get("values"), _number(event.get("step"))
-    if not isinstance(values, dict) or step is None:
+    values, step = as_dict(event.get("values")), _number(event.get("step"))
+    if step is None:
         return [], 0
     found: list[tuple[float, list[str]]] = []
     for name, points in values.items():

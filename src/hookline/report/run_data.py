@@ -57,7 +57,7 @@ class RunData:
     """A run as far as a report shows it.
 
     Series are in the order of their first values, events by kind, the oldest first. If there are
-    very many events, `events` has some of them, and `event_counts` their number.
+    very many events, `events` has the first and the last, and `event_counts` their number.
     """
 
     run: OpenedRun
@@ -95,8 +95,7 @@ def read_run(run: OpenedRun, progress: Progress | None = None) -> RunData:
 
 def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None) -> list[str]:
     pending: dict[bytes, list[Scalar]] = {}
-    names: dict[bytes, str] = {}
-    dropped: set[bytes] = set()
+    has_more = False
     count = done = 0
     limit = _MAX_PER_SERIES
     size = _size_of(data)
@@ -105,37 +104,26 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
             rows = pending.get(row[2])
             if rows is None:
                 if len(pending) >= MAX_SERIES:
-                    if len(dropped) < MAX_SERIES:
-                        dropped.add(row[2])
+                    has_more = True
                     continue
                 rows = pending[row[2]] = []
-                names[row[2]] = json.loads(row[2])
             rows.append(row)
         count += len(scalars)
         if count >= _MAX_PENDING:
-            limit = _sample(data, pending, names, limit)
+            limit = _sample(data, pending, limit)
             count = 0
         done += block_size
         if progress is not None:
             progress(done, max(size, done))
-    _sample(data, pending, names, limit)
-    if dropped:
-        more = "or more " if len(dropped) == MAX_SERIES else ""
-        return [f"metrics.jsonl: {len(dropped):,} {more}series after the first {MAX_SERIES:,}"]
-    return []
+    _sample(data, pending, limit)
+    return [f"metrics.jsonl: the series after the first {MAX_SERIES:,}"] if has_more else []
 
 
-def _sample(
-    data: RunData, pending: dict[bytes, list[Scalar]], names: dict[bytes, str], limit: int
-) -> int:
+def _sample(data: RunData, pending: dict[bytes, list[Scalar]], limit: int) -> int:
     """Move the pending values to the series; return how many buckets a series may have."""
     for encoded, rows in pending.items():
         if rows:
-            name = names[encoded]
-            series = data.series.get(name)
-            if series is None:
-                series = data.series[name] = SampledSeries()
-            series.add(rows, limit)
+            data.series.setdefault(json.loads(encoded), SampledSeries()).add(rows, limit)
             rows.clear()
     while limit > 50 and sum(map(len, data.series.values())) > _MAX_BUCKETS:
         limit //= 2
@@ -152,23 +140,20 @@ def _size_of(data: RunData) -> int:
 
 
 def _read_events(data: RunData, reader: JsonlReader) -> None:
-    strides: dict[str, int] = {}
     room = _MAX_LONG
     for event in reader:
         kind = str(event["kind"])
         if kind not in _FIELDS:
             continue
-        seen = data.event_counts[kind] = data.event_counts.get(kind, 0) + 1
+        data.event_counts[kind] = data.event_counts.get(kind, 0) + 1
         kept = data.events.setdefault(kind, [])
         if kind == "end" and kept:
             kept[-1].pop("hooks", None)  # only those of the last one are shown
-        if (seen - 1) % strides.get(kind, 1) == 0 or kind == "end":
-            cut, size = _cut(event, _MAX_FIELD if room > 0 or kind == "end" else _MAX_SHORT)
-            room -= size
-            kept.append(cut)
-            if len(kept) > _MAX_EVENTS:
-                del kept[1:-1:2]  # the first and the last stay
-                strides[kind] = strides.get(kind, 1) * 2
+        cut, size = _cut(event, _MAX_FIELD if room > 0 or kind == "end" else _MAX_SHORT)
+        room -= size
+        kept.append(cut)
+        if len(kept) > _MAX_EVENTS:
+            del kept[_MAX_EVENTS // 2]  # the first and the last stay
 
 
 def _cut(event: Event, limit: int) -> tuple[Event, int]:

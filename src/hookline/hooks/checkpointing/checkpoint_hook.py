@@ -39,7 +39,7 @@ class CheckpointHook(SavingHook):
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
         if (epoch + 1) % self.every == 0:
-            self._open_late(trainer)
+            self._open(trainer)
             trainer.save_checkpoint(self._retention.reserve(f"epoch_{epoch:04d}", step, None))
 
     def on_train_end(self) -> None:

@@ -51,11 +51,15 @@ class SavingHook(BuiltIn):
     _opened: tuple[str | None, Path] | None = None  # the run and the folder it was opened for
 
     def on_train_start(self, trainer: Any) -> None:
-        self._open(trainer, self._find_folder(trainer))
+        self._opened = None
+        self._open(trainer)
 
-    def _open(self, trainer: Any, folder: Path) -> None:
-        self._retention.open(folder, resumed=self._resumed)
-        self._opened = _run_id(trainer), folder
+    def _open(self, trainer: Any) -> None:
+        """Find the folder: when training starts, or if the hook was added in mid-run."""
+        folder = self._find_folder(trainer)
+        if self._opened != (_run_id(trainer), folder):
+            self._retention.open(folder, resumed=self._resumed)
+            self._opened = _run_id(trainer), folder
 
     def on_checkpoint_load(self, trainer: Any, checkpoint_path: Any) -> None:
         if self._resumed:
@@ -63,12 +67,6 @@ class SavingHook(BuiltIn):
                 self._retention.reconcile(
                     Path(checkpoint_path), writer=self._name_in(trainer), run_id=_run_id(trainer)
                 )
-
-    def _open_late(self, trainer: Any) -> None:
-        """Find the folder, if the hook was added or enabled in the middle of a run."""
-        folder = self._find_folder(trainer)
-        if self._opened != (_run_id(trainer), folder):
-            self._open(trainer, folder)
 
     def _name_in(self, trainer: Any) -> str:
         hooks = trainer.hooks.of_kind(self.hookline_kind)
@@ -318,9 +316,8 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             self._saved_step = step
             self._is_training = False
             # Weights that were not validated have no score, and rank last.
-            self._save(
-                trainer, epoch, step, self._latest_metrics if step == self._measured_step else {}
-            )
+            metrics = self._latest_metrics if step == self._measured_step else {}
+            self._save(trainer, epoch, step, metrics)
         self._is_training = False
         self._release()
 
@@ -349,7 +346,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             self._save(trainer, epoch, step, metrics)
 
     def _save(self, trainer: Any, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        self._open_late(trainer)
+        self._open(trainer)
         score = self._score(metrics, step)
         if score is not None and not math.isfinite(score) and self._monitor in metrics:
             log.warning(

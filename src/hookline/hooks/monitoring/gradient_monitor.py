@@ -11,9 +11,12 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from hookline.errors import ConfigError
-from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
+from hookline.hooks.monitoring.monitor_bases import (
+    MonitoredParameters,
+    ParameterMonitor,
+    read_columns,
+)
 from hookline.loop.processes import is_main_process
-from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.statistics import merge_ranks
 from hookline.text_tables import join_some
 
@@ -110,7 +113,6 @@ class GradientMonitor(ParameterMonitor):
             return
         measured = list(self._measured.values())
         self._measured.clear()
-        merge_ranks([(gradients.statistics, gradients.columns) for gradients in measured])
         report = _read_report(measured)
         for layer, measure, value in self._numbers(report):
             trainer.log(f"gradients/{layer}/{measure}", value)
@@ -186,17 +188,12 @@ def _statistics_of(layer: str, values: dict[str, float]) -> Iterator[tuple[str, 
 
 
 def _read_report(measured: Sequence[MonitoredParameters]) -> Report:
-    """Return the measures of all optimizers, read from the device with one transfer."""
-    columns = [gradients.merged | gradients.columns for gradients in measured]
-    values = iter(read_tensors(column for several in columns for column in several.values()))
+    """Return the measures of all optimizers."""
     report: Report = {}
-    for gradients, several in zip(measured, columns, strict=True):
-        for measure in several:
-            rows = zip(gradients.names, next(values), strict=True)
+    for gradients, columns in zip(measured, read_columns(measured), strict=True):
+        for measure, values in {**columns, "size": gradients.sizes}.items():
+            rows = zip(gradients.names, values, strict=True)
             report.setdefault(measure, {}).update(rows)
-        if several:
-            sizes = zip(gradients.names, gradients.sizes, strict=True)
-            report.setdefault("size", {}).update(sizes)
     if "squares" in report:
         finite = report["finite"]
         report["std"] = {

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import metrics_text
+from hookline.masking import mask_text
 from hookline.options import BuiltIn
+from hookline.printable import printable_message
 from hookline.runs.location import shorten_path
 from hookline.tensors.name_patterns import module_class
 
@@ -40,11 +42,9 @@ class LoggingHook(BuiltIn):
     def __init__(self, level: Level = "INFO") -> None:
         self._level = logging.getLevelNamesMapping()[level]
         self._started_at: float | None = None
-        self._own_handler: tuple[logging.Handler, int] | None = None
 
     def on_train_start(self, model: Any, step: int, run: Any = None) -> None:
         self._started_at = time.monotonic()
-        self._add_handler()
         size = sum(parameter.numel() for parameter in model.parameters())
         folder = "" if run is None else f", in {shorten_path(run.path)}"
         resumed = f" after step {step}" if step else ""
@@ -52,11 +52,11 @@ class LoggingHook(BuiltIn):
         self._log("Training starts%s: %s%s", resumed, what, folder)
 
     def on_epoch_end(self, epoch: int, step: int, metrics: Mapping[str, Any]) -> None:
-        if log.isEnabledFor(self._level):  # reading metrics may wait for the device
+        if self._is_shown:  # reading metrics may wait for the device
             self._log("Epoch %d ends at step %d: %s", epoch, step, metrics_text(metrics))
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if log.isEnabledFor(self._level):
+        if self._is_shown:
             self._log("Validation at step %d: %s", step, metrics_text(metrics))
 
     def on_checkpoint_save(self, checkpoint_path: Any, step: int) -> None:
@@ -66,7 +66,8 @@ class LoggingHook(BuiltIn):
         self._log("Restored step %d from %s", step, checkpoint_path)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        log.error("Training fails at step %d: %s: %s", step, type(exception).__name__, exception)
+        text, kind = "Training fails at step %d: %s: %s", type(exception).__name__
+        self._log(text, step, kind, exception, level=logging.ERROR)
 
     def on_train_end(self, status: str, step: int) -> None:
         took = ""
@@ -74,22 +75,15 @@ class LoggingHook(BuiltIn):
             took = f" in {timedelta(seconds=int(time.monotonic() - self._started_at))}"
         self._log("Training ends: %s at step %d%s", status, step, took)
         self._started_at = None
-        if self._own_handler is not None:
-            handler, level = self._own_handler
-            log.removeHandler(handler)
-            log.setLevel(level)
-            self._own_handler = None
 
-    def _log(self, text: str, *args: Any) -> None:
-        log.log(self._level, text, *args)
+    @property
+    def _is_shown(self) -> bool:
+        return log.isEnabledFor(self._level) or not log.hasHandlers()
 
-    def _add_handler(self) -> None:
-        """Show records on stderr until training ends, if logging is not configured."""
-        if log.hasHandlers() or self._own_handler is not None:
-            return
-        handler = logging.StreamHandler(sys.stderr)  # possibly redirected by a progress bar
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._own_handler = handler, log.level
-        log.addHandler(handler)
-        if not log.isEnabledFor(self._level):
-            log.setLevel(self._level)
+    def _log(self, text: str, *args: Any, level: int | None = None) -> None:
+        level = self._level if level is None else level
+        if log.hasHandlers():
+            log.log(level, text, *args)
+        else:  # logging is not configured
+            start = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {logging.getLevelName(level)}"
+            print(start, printable_message(mask_text(text % args)), file=sys.stderr)

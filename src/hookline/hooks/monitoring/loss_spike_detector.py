@@ -41,8 +41,7 @@ class LossSpikeDetector(TrainingMonitor):
     | `median`, `deviation` | of the window before it |
     | `peak`, `peak_step` | the largest loss of the spike, and its step |
     | `batches` | of the first step: `loader`, `batch_idx`, and `indices` in the dataset |
-    | `values` | by name: pairs of step and value, as logged in the steps around it |
-    | `values_omitted` | how many more there were, beyond 5,000 |
+    | `values` | by name: pairs of step and value, the last 5,000 logged in the steps around it |
 
     A spike that is repeated after resuming is recorded once, and up to 100 in a run.
     `indices` is null where the loop does not know them: Hookline's trainer and bare loops do, for a
@@ -162,8 +161,7 @@ class LossSpikeDetector(TrainingMonitor):
         if run is None or not hasattr(run, "event") or _is_recorded(run, spike):
             return
         first, last = spike["step"] - self.steps_before, spike["step"] + self.steps_after
-        values, omitted = _read_values(run, first, last)
-        run.event("loss_spike", **spike, values=values, values_omitted=omitted)
+        run.event("loss_spike", **spike, values=_read_values(run, first, last))
 
 
 def _is_recorded(run: Any, spike: Mapping[str, Any]) -> bool:
@@ -182,20 +180,17 @@ def _robust_z(loss: float, center: float, deviation: float) -> float:
     return (loss - center) / (max(deviation, 1e-3 * abs(center)) or 1e-6)
 
 
-def _read_values(run: Any, first: int, last: int) -> tuple[dict[str, list[Any]], int]:
-    """Return the scalars that were logged in these steps by name, and how many were left out."""
+def _read_values(run: Any, first: int, last: int) -> dict[str, list[Any]]:
+    """Return the scalars that were logged in these steps, by name."""
     run.flush()
     found: dict[str, list[Any]] = {}
-    kept = omitted = 0
+    kept = 0
     for record in read_jsonl_backwards(run.metrics_file):
         step, value = record.get("step"), record.get("value")
         if not isinstance(step, int) or step > last or record.get("kind") != "scalar":
             continue
-        if step < first:
+        if step < first or kept == _MAX_VALUES:
             break
-        if kept < _MAX_VALUES:
-            found.setdefault(str(record.get("name")), []).append([step, value])
-            kept += 1
-        else:
-            omitted += 1
-    return {name: found[name][::-1] for name in sorted(found)}, omitted
+        found.setdefault(str(record.get("name")), []).append([step, value])
+        kept += 1
+    return {name: found[name][::-1] for name in sorted(found)}

@@ -16,7 +16,7 @@ from hookline.probes.call import Call
 from hookline.probes.probe import Probe
 from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.parameter_names import named_parameters
-from hookline.tensors.statistics import Columns, TensorStatistics
+from hookline.tensors.statistics import Columns, TensorStatistics, merge_ranks
 
 log = logging.getLogger("hookline")
 
@@ -110,16 +110,17 @@ class ParameterMonitor(TrainingMonitor):
 
     def on_train_start(self, model: torch.nn.Module) -> None:
         self._measured.clear()
-        try:
-            self._names = named_parameters(model, self.param_filter)
-        except ConfigError as error:
-            raise HookConfigError(f"{type(self).__name__}: param_filter: {error}") from None
+        self._names = None
+        self.names_in(model)
 
     def names_in(self, model: torch.nn.Module) -> Mapping[int, str]:
         """Return the names of the monitored parameters by their `id`."""
-        if self._names is None:  # the hook was added during training
+        if self._names is None:  # training starts, or the hook was added during training
             self._names = {}  # if the next call fails, it is reported once
-            self._names = named_parameters(model, self.param_filter)
+            try:
+                self._names = named_parameters(model, self.param_filter)
+            except ConfigError as error:
+                raise HookConfigError(f"{type(self).__name__}: param_filter: {error}") from None
         return self._names
 
 
@@ -166,3 +167,11 @@ class MonitoredParameters:
         subtract = torch._foreach_sub_  # pyright: ignore[reportPrivateImportUsage]
         subtract(before.local, after.local)  # in the copies
         self.columns["change"] = before.norms()
+
+
+def read_columns(measured: Sequence[MonitoredParameters]) -> list[dict[str, list[Any]]]:
+    """Return the columns of all ranks, read from the device with one transfer."""
+    merge_ranks([(one.statistics, one.columns) for one in measured])
+    columns = [one.merged | one.columns for one in measured]
+    values = iter(read_tensors(column for several in columns for column in several.values()))
+    return [{name: next(values) for name in several} for several in columns]

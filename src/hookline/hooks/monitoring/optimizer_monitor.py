@@ -11,10 +11,12 @@ from pydantic import PositiveInt
 from torch import Tensor
 
 from hookline.errors import ConfigError
-from hookline.hooks.monitoring.monitor_bases import MonitoredParameters, ParameterMonitor
-from hookline.tensors.device_numbers import read_tensors
+from hookline.hooks.monitoring.monitor_bases import (
+    MonitoredParameters,
+    ParameterMonitor,
+    read_columns,
+)
 from hookline.tensors.sharded import local
-from hookline.tensors.statistics import merge_ranks
 
 
 class OptimizerMonitor(ParameterMonitor):
@@ -101,11 +103,8 @@ class OptimizerMonitor(ParameterMonitor):
         self._measured.clear()
         if self._step not in (step - 1, step):  # the hook was disabled within an earlier step
             return
-        merge_ranks([(one.statistics, one.columns) for one in steps])
-        values = iter(read_tensors(column for one in steps for column in one.columns.values()))
         total: dict[str, float] = {}
-        for one in steps:
-            columns = {name: next(values) for name in one.columns}
+        for one, columns in zip(steps, read_columns(steps), strict=True):
             for row, layer in enumerate(one.names):
                 norms = {name: column[row] for name, column in columns.items()}
                 if "ratio" in norms and row in one.has_moment:

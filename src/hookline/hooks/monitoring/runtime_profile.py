@@ -147,14 +147,10 @@ class RuntimeProfile(BuiltIn):
         self._step = step
         self._idle_since = perf_counter()  # hooks since the end of the batch do not count as data
 
-    def on_validation_end(self) -> None:
-        self._resume()
-
-    def on_checkpoint_save(self) -> None:
-        self._resume()
-
     def _resume(self) -> None:
         self._idle_since = self._throughput_since = perf_counter()
+
+    on_validation_end = on_checkpoint_save = _resume
 
     def _reset(self) -> None:
         self._seconds = 0.0

@@ -88,10 +88,10 @@ def _request(url: str, json: bytes | None, timeout: float) -> tuple[str | None, 
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
     class NoRedirects(HTTPRedirectHandler):
-        def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
-            return None  # then the response is an error
-
-        http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+        def redirect_request(
+            self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+        ) -> None:
+            """Refuse: then the response is an error."""
 
     headers = {"User-Agent": "hookline"}
     if json is not None:

@@ -135,16 +135,6 @@ class EMA(BuiltIn):
         self._restore_weights()  # if a validation never ended
         self._use_average()
 
-    def on_validation_end(self) -> None:
-        self._restore_weights()
-
-    def cancel_validation(self) -> None:
-        """Restore the training weights if a signal ends a validation."""
-        self._restore_weights()
-
-    def on_exception(self) -> None:
-        self._restore_weights()
-
     def on_train_end(self) -> None:
         self._restore_weights()
         self._is_training = self._resumed = False
@@ -267,6 +257,9 @@ class EMA(BuiltIn):
         self._training_weights = None
         self._handle.remove()
         self._handle = None
+
+    on_validation_end = on_exception = _restore_weights
+    cancel_validation = _restore_weights  # if a signal ends a validation
 
     def _save_training_weights(
         self, model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
