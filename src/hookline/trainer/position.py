@@ -465,12 +465,6 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         context.validated = dict(state["validated"])
         trainer.position.load_state_dict(state, trainer.device)
 
-    def load_step(step: int) -> None:
-        context.step, context.step_in_progress = step, step + 1
-        for optimizer in trainer.optimizers:
-            # Else a scheduler that steps before the next optimizer step warns about their order.
-            optimizer._opt_called = step > 0  # type: ignore[attr-defined]
-
     def load_epoch(epoch: int) -> None:
         position, config = trainer.position, trainer.config
         is_over = position.epoch == trainer.max_epochs or context.step == config.max_steps
@@ -487,7 +481,6 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
 
     return [
-        StateItem("step", lambda: context.step, load_step),
         StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
         flag("round"),
         StateItem(

@@ -34,12 +34,11 @@ def make_strategy(
         )
     processes = join_processes(device)
     if processes.size == 1:
-        return SingleProcess(device, config.precision, processes)
+        return SingleProcess(device, config, processes)
     from hookline.trainer.strategies.several_processes import DataParallel, FullySharded
 
-    if config.strategy == "fsdp":
-        return FullySharded(device, config.precision, processes, config.fsdp)
-    return DataParallel(device, config.precision, processes, config.ddp)
+    kind = FullySharded if config.strategy == "fsdp" else DataParallel
+    return kind(device, config, processes)
 
 
 def _is_launched() -> bool:

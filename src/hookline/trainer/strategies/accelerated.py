@@ -36,9 +36,9 @@ class Accelerated(SingleProcess):
         if accelerator is None:
             accelerator = _make_accelerator(config)
         _check_accelerator(accelerator, config)
-        super().__init__(accelerator.device, "fp32", join_processes(accelerator.device))
+        super().__init__(accelerator.device, config, join_processes(accelerator.device))
         self.accelerator = accelerator
-        self.scaler = accelerator.scaler
+        self._dtype, self.scaler = None, accelerator.scaler  # the prepared forward is autocast
         self.needs_transfer = accelerator.device.type != "cpu" and accelerator.device_placement
         self.is_sharded = self.forward_is_collective = bool(accelerator.is_fsdp2)
         self._accumulate = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from hookline.tensors.norms import global_norm
 if TYPE_CHECKING:
     from hookline.trainer.strategies.several_processes import GradientSync
 
-Precision = Literal["fp32", "bf16", "fp16"]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SingleProcess:
@@ -29,12 +29,12 @@ class SingleProcess:
     accelerator: Any = None  # the `Accelerator`, if there is one
 
     def __init__(
-        self, device: torch.device, precision: Precision, processes: SingleProcessGroup
+        self, device: torch.device, config: TrainerConfig, processes: SingleProcessGroup
     ) -> None:
-        self.device, self.processes = device, processes
+        self.device, self.processes, self._config = device, processes, config
         self.needs_transfer = device.type != "cpu"
-        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+        self._dtype = _DTYPES.get(config.precision)  # that forward and loss are autocast to
         self._sync: GradientSync | None = None  # with several processes, in a run
 
     @property
