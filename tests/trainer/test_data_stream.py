@@ -25,6 +25,7 @@ TWO = {"web": WEB, "code": CODE}
 
 LENGTHS = st.lists(st.integers(1, 7), min_size=2, max_size=4)
 WEIGHTS = st.lists(st.integers(1, 40), min_size=2, max_size=8)
+IN_TURNS = ("round_robin", "weighted")  # these may end with the shortest loader
 
 
 class Unsized:
@@ -54,21 +55,30 @@ def made(lengths: list[int], kind: Callable[[list[Any]], Any] = list) -> dict[st
     return {f"l{i}": kind([(i, n) for n in range(length)]) for i, length in enumerate(lengths)}
 
 
-def mixings(count: int) -> st.SearchStrategy[MixConfig]:
-    """Every kind of mixing for so many loaders."""
-    length = st.sampled_from(["sum", "longest", 1, 4, 25])
+def mixings(
+    count: int, orders: tuple[str, ...], length: st.SearchStrategy[Any]
+) -> st.SearchStrategy[MixConfig]:
+    """Mixings of so many loaders, in these orders."""
+    weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
+    options = {"alternating": {"pattern": patterns(count)}, "weighted": {"weights": weights}}
     on_exhausted = st.sampled_from(["cycle", "drop"])
-    turns = st.one_of(length, st.just("shortest"))
     return st.one_of(
-        st.builds(MixConfig, length=length, on_exhausted=on_exhausted),
         st.builds(
             MixConfig,
-            st.just("alternating"),
-            pattern=patterns(count),
+            st.just(order),
             length=length,
             on_exhausted=on_exhausted,
-        ),
-        in_turns(count, turns),
+            **options.get(order, {}),
+        )
+        for order in orders
+    )
+
+
+def every_mixing(count: int) -> st.SearchStrategy[MixConfig]:
+    length = st.sampled_from(["sum", "longest", 1, 4, 25])
+    return st.one_of(
+        mixings(count, ("sequential", "alternating"), length),
+        mixings(count, IN_TURNS, st.one_of(length, st.just("shortest"))),
     )
 
 
@@ -79,23 +89,7 @@ def patterns(count: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.tuples(everyone, extra).map(lambda both: (*both[0], *both[1]))
 
 
-def in_turns(count: int, length: st.SearchStrategy[Any]) -> st.SearchStrategy[MixConfig]:
-    """Mixings that may end with the shortest loader."""
-    on_exhausted = st.sampled_from(["cycle", "drop"])
-    weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
-    return st.one_of(
-        st.builds(MixConfig, st.just("round_robin"), length=length, on_exhausted=on_exhausted),
-        st.builds(
-            MixConfig,
-            st.just("weighted"),
-            weights=weights,
-            length=length,
-            on_exhausted=on_exhausted,
-        ),
-    )
-
-
-CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), mixings(len(lengths))))
+CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), every_mixing(len(lengths))))
 
 
 # What a stream is made of.
@@ -190,7 +184,7 @@ def test_what_is_no_loader_is_refused(nonsense: Any) -> None:
 
 def test_names_are_strings_and_there_is_one() -> None:
     with pytest.raises(ValueError, match="the name 0; expected a string"):
-        Stream({0: WEB})  # type: ignore[arg-type]
+        Stream({0: WEB})
     with pytest.raises(ValueError, match="expected at least"):
         Stream({})
 
@@ -351,7 +345,7 @@ def test_the_longest_epoch_is_the_first_whole_round_that_takes_all_to_their_end(
 def test_the_shortest_epoch_repeats_nothing_and_cannot_be_longer(
     lengths: list[int], data: st.DataObject
 ) -> None:
-    mixing = data.draw(in_turns(len(lengths), st.just("shortest")))
+    mixing = data.draw(mixings(len(lengths), IN_TURNS, st.just("shortest")))
     drawn = [batch for batch, *_ in Stream(made(lengths), mixing).epoch()]
     assert len(set(drawn)) == len(drawn)
     round_size = len(lengths) if mixing.order == "round_robin" else 1

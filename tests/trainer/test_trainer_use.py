@@ -361,7 +361,7 @@ def test_values_are_recorded_by_kind_with_their_step_and_epoch(tmp_path):
             trainer.log("picture", torch.rand(3, 4, 5), kind="image")
 
     trainer = fit(Logs(), data=batches(2), runs=tmp_path, max_epochs=2)
-    records = read_records(trainer.run.path / "metrics.jsonl")
+    records = list(read_records(trainer.run.path / "metrics.jsonl"))
     told = [(r["step"], r["epoch"], r["value"]) for r in records if r["name"] == "x"]
     assert told == [(1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 1, 4)]
     by_name = {record["name"]: record for record in records if record["step"] == 1}
