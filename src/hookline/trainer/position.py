@@ -419,7 +419,8 @@ def adapt_position(
         f" ({again} of them are trained on again)" if again > 0 else "",
         *(len(saved), processes.size),
     )
-    return {**_move(position, own), "now": now}
+    loaders = [{**loader, "pass": _move(loader["pass"], own)} for loader in position["loaders"]]
+    return {**position, "batches": own, "loaders": loaders, "now": now}
 
 
 def _check_position(position: Mapping[str, Any], before: int, now: int) -> None:
@@ -434,16 +435,12 @@ def _check_position(position: Mapping[str, Any], before: int, now: int) -> None:
         )
 
 
-def _move(position: Mapping[str, Any], batches: int) -> dict[str, Any]:
-    """Return the position after so many batches of the same pass."""
-    loaders = []
-    for loader in position["loaders"]:
-        passed = loader["pass"]
-        if passed is not None and passed.get("indices") is not None:
-            drawn = {"drawn": batches, "recent": [], "is_over": False}
-            passed = {**passed, "indices": {**passed["indices"], **drawn}}
-        loaders.append({**loader, "pass": passed})
-    return {**position, "batches": batches, "loaders": loaders}
+def _move(saved: Mapping[str, Any] | None, batches: int) -> Mapping[str, Any] | None:
+    """Return the state of a pass after so many of its batches."""
+    if saved is None or saved.get("indices") is None:
+        return saved
+    drawn = {"drawn": batches, "recent": [], "is_over": False}
+    return {**saved, "indices": {**saved["indices"], **drawn}}
 
 
 # -- the items of a trainer's checkpoint, apart from those of all loops ----------------------------

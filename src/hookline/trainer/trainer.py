@@ -106,7 +106,7 @@ from hookline.trainer.losses import (
 )
 from hookline.trainer.position import DataPosition, EpochProgress, make_items
 from hookline.trainer.progress import make_progress
-from hookline.trainer.strategies import choose_accelerate, make_strategy
+from hookline.trainer.strategies import make_strategy
 from hookline.trainer.validation import Validation, has_ended_workers
 from hookline.updates import Identity as IdentityUpdate
 
@@ -164,10 +164,11 @@ class Trainer:
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         device = device_for(self.config.device, checked_model(model))
-        if self._needs_accelerate or accelerator is not None:
-            self.config = choose_accelerate(self.config)
-        self.strategy = make_strategy(self.config, device, accelerator)
-        self.config = self.strategy.complete_config(self.config)
+        needs_accelerate = self._needs_accelerate or accelerator is not None
+        self.strategy = make_strategy(
+            self.config, device, accelerator, needs_accelerate=needs_accelerate
+        )
+        self.config = self.strategy.config
         self.accelerator = self.strategy.accelerator
         self.device = self.strategy.device
         self.model, self.optimizers = self.strategy.prepare(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -83,8 +82,8 @@ class DataParallel(SingleProcess):
         wrapper = DistributedDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
-            find_unused_parameters=self._config.ddp.find_unused_parameters,
-            gradient_as_bucket_view=self._config.ddp.gradient_as_bucket_view,
+            find_unused_parameters=self.config.ddp.find_unused_parameters,
+            gradient_as_bucket_view=self.config.ddp.gradient_as_bucket_view,
         )
         self._sync = GradientSync(wrapper)
         return wrapper
@@ -121,10 +120,7 @@ class FullySharded(SingleProcess):
                     "before the model is sharded. Make the optimizer anew, and let "
                     "`fit(resume_from=…)` restore its state."
                 )
-        model.to(self.device)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, src=0)
+        broadcast_weights(model.to(self.device))
         names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model)
         sharded = dict(model.named_parameters(remove_duplicate=False))
@@ -138,9 +134,9 @@ class FullySharded(SingleProcess):
         options: Any = {
             "mesh": mesh,
             "mp_policy": self._policy,
-            "reshard_after_forward": self._config.fsdp.reshard_after_forward,
+            "reshard_after_forward": self.config.fsdp.reshard_after_forward,
         }
-        for module in find_units(model, self._config.fsdp.wrap):
+        for module in find_units(model, self.config.fsdp.wrap):
             fully_shard(module, **options)
         fully_shard(model, **options)
 

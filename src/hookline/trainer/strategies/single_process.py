@@ -21,7 +21,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SingleProcess:
-    """Train in one process on one device; `fp16` has a gradient scaler."""
+    """Train in one process on one device; `fp16` has a gradient scaler.
+
+    Its `config` also has the settings that are made elsewhere.
+    """
 
     is_sharded = False  # whether each process has a shard of each parameter
     forward_is_collective = False  # whether all processes have to call the model equally often
@@ -31,7 +34,7 @@ class SingleProcess:
     def __init__(
         self, device: torch.device, config: TrainerConfig, processes: SingleProcessGroup
     ) -> None:
-        self.device, self.processes, self._config = device, processes, config
+        self.device, self.processes, self.config = device, processes, config
         self.needs_transfer = device.type != "cpu"
         self.scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
         self._dtype = _DTYPES.get(config.precision)  # that forward and loss are autocast to
@@ -41,10 +44,6 @@ class SingleProcess:
     def is_distributed(self) -> bool:
         """Whether other processes take part in the run."""
         return self.processes.size > 1
-
-    def complete_config(self, config: TrainerConfig) -> TrainerConfig:
-        """Return the configuration with the settings that are made elsewhere."""
-        return config
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
