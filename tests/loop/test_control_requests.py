@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import Net, batches, config, make, run_on_two_ranks, same, weights
+from loops import Net, batches, config, fit, run_on_two_ranks, same, weights
 
 import hookline
 from hookline import Trainer
 
 
 def test_checkpoints_that_are_asked_for_within_a_step_are_all_saved_at_its_end(tmp_path):
-    class Asks(hookline.Hook):
-        saved: list
+    saved = []
 
+    class Asks(hookline.Hook):
         def on_train_batch_end(self, trainer, step):
             if step == 2:
                 assert trainer.save_checkpoint(tmp_path / "a") is None
@@ -25,13 +25,10 @@ def test_checkpoints_that_are_asked_for_within_a_step_are_all_saved_at_its_end(t
             assert (tmp_path / "a").exists() == (step > 2)
 
         def on_checkpoint_save(self, checkpoint_path: Path, step):
-            self.saved.append((checkpoint_path.name, step))
+            saved.append((checkpoint_path.name, step))
 
-    hook = Asks()
-    hook.saved = []
-    trainer = Trainer(config(checkpoints={"background": False}), *make(), hooks=[hook])
-    trainer.fit(batches(4))
-    assert hook.saved == [("a", 2), ("b", 2)]
+    trainer = fit(Asks(), checkpoints={"background": False})
+    assert saved == [("a", 2), ("b", 2)]
     assert trainer.hooks.summary().failures == {}
 
 
@@ -46,26 +43,22 @@ def test_a_checkpoint_asked_for_by_a_checkpoint_waits_for_the_next_boundary(tmp_
                 trainer.save_checkpoint(tmp_path / "second")
                 assert not (tmp_path / "second").exists()
 
-    trainer = Trainer(config(checkpoints={"background": False}), *make(), hooks=[Chain()])
-    trainer.fit(batches(2))
+    trainer = fit(Chain(), checkpoints={"background": False})
     assert (tmp_path / "second").is_dir()
     assert trainer.hooks.summary().failures == {}
 
 
 def test_a_skip_asked_for_after_a_step_leaves_out_the_next_one_only():
-    class Skips(hookline.Hook):
-        skipped: list
+    skipped = []
 
-        def on_step_end(self, trainer, step, ctx):
-            self.skipped.append(ctx.skipped)
-            if len(self.skipped) == 1:
+    class Skips(hookline.Hook):
+        def on_step_end(self, trainer, ctx):
+            skipped.append(ctx.skipped)
+            if len(skipped) == 1:
                 trainer.skip_optimizer_step()
 
-    hook = Skips()
-    hook.skipped = []
-    trainer = Trainer(config(), *make(), hooks=[hook]).fit(batches(4))
-    assert hook.skipped == [False, True, False, False]
-    assert trainer.step == 3
+    assert fit(Skips()).step == 3
+    assert skipped == [False, True, False, False]
 
 
 def test_the_first_reason_to_stop_is_the_one_that_is_told(tmp_path):
@@ -74,7 +67,7 @@ def test_the_first_reason_to_stop_is_the_one_that_is_told(tmp_path):
             trainer.stop("first")
             trainer.stop("second")
 
-    trainer = Trainer(config(runs=tmp_path), *make(), hooks=[Stops()]).fit(batches(4))
+    trainer = fit(Stops(), runs=tmp_path)
     assert trainer.step == 1
     assert '"reason": "first"' in (trainer.run.path / "events.jsonl").read_text()
 
@@ -82,7 +75,7 @@ def test_the_first_reason_to_stop_is_the_one_that_is_told(tmp_path):
 @pytest.mark.parametrize("event", ["on_train_start", "on_epoch_end"])
 def test_a_stop_outside_of_steps_ends_training_there(event):
     hook = type("Stops", (hookline.Hook,), {event: lambda self, trainer: trainer.stop("now")})()
-    trainer = Trainer(config(max_epochs=3), *make(), hooks=[hook]).fit(batches(2))
+    trainer = fit(hook, data=batches(2), max_epochs=3)
     assert (trainer.status, trainer.step) == ("stopped", 0 if event == "on_train_start" else 2)
 
 
@@ -107,22 +100,20 @@ def test_an_optimizer_with_a_zero_grad_of_its_own_has_it_called():
 
 
 def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
-    class Unfreezes(hookline.Hook):
-        gradients: list
+    gradients = []
 
+    class Unfreezes(hookline.Hook):
         def on_step_end(self, step, trainer, model, optimizer):
             if step == 1:
                 optimizer.add_param_group({"params": list(model.second.parameters())})
 
         def on_train_batch_start(self, model):
-            self.gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+            gradients.append(sum(p.grad is not None for p in model.parameters()))
 
     model = Net()
-    hook = Unfreezes()
-    hook.gradients = []
     optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
-    Trainer(config(), model, optimizer, hooks=[hook]).fit(batches(4))
-    assert [len(found) for found in hook.gradients] == [0, 0, 0, 0]
+    fit(Unfreezes(), model=model, optimizers=optimizer)
+    assert gradients == [0, 0, 0, 0]
 
 
 ONE_RUN_PER_RANK = """
@@ -156,4 +147,4 @@ def test_several_processes_are_an_error_for_the_strategy_of_one(tmp_path, monkey
 @pytest.mark.parametrize("size", ["1", ""])
 def test_one_process_under_torchrun_trains(monkeypatch, size):
     monkeypatch.setenv("WORLD_SIZE", size)
-    assert Trainer(config(), *make()).fit(batches(2)).step == 2
+    assert fit().step == 4

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import hookline
-from hookline.runs.run import Run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
@@ -145,6 +144,8 @@ def test_calls_on_the_session_do_nothing_in_a_forked_process(tmp_path):
         run.log(9, 0, "b", 1.0)
         run.log(9, 0, "c", torch.zeros(3, 4, 4), "image")
         run.event("d")
+        run.update(name="e")
+        run.flush(durable=True)
         run.rewind({"step": 0})
         run.close("error")
         assert not seen
@@ -206,19 +207,3 @@ def test_workers_of_a_loader_call_no_hooks_of_the_loop(tmp_path):
             model(torch.ones(1, 8)).sum().backward()
             optimizer.step()
     assert calls.read_text().split() == [str(os.getpid())] * 4
-
-
-def test_a_run_that_is_written_by_hand_is_left_to_the_parent(tmp_path):
-    run = Run.create(tmp_path / "runs", config={}, seed=None, hooks=[])
-    run.log(1, 0, "train/a", 1.0)  # waits in a buffer
-
-    def write() -> None:
-        run.log(2, 0, "train/b", 1.0)
-        run.flush(durable=True)
-        run.event("b")
-        run.update(name="b")
-        run.close("error", ValueError("b"))
-
-    run_in_fork(write)
-    run.close()
-    assert read_record(tmp_path) == ("completed", 0, [(1, "train/a")], [], [])

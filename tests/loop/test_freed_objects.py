@@ -15,7 +15,7 @@ import lightning.pytorch as lightning
 import pytest
 import torch
 from ignite.engine import Engine
-from loops import batches, make
+from loops import batches, make, train
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,10 +53,7 @@ def train_bare(hooks: list[Any], runs: Any, folder: Path) -> list[Any]:
 def train_bare_and_detach(hooks: list[Any], runs: Any, folder: Path) -> list[Any]:
     model, optimizer = make()
     session = hookline.attach(model, optimizer, hooks=hooks, runs=runs)
-    for x, y in batches(3):
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, batches(3))
     session.detach()
     return [model, optimizer]
 
@@ -153,8 +150,8 @@ def _without_gc() -> Iterator[None]:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_everything_is_freed_without_the_garbage_collector(loop, has_run, tmp_path):
     runs = tmp_path / "runs" if has_run else None
-    train = LOOPS[loop]
-    references = [weakref.ref(each) for each in train([Sees()] if has_run else [], runs, tmp_path)]
+    hooks = [Sees()] if has_run else []
+    references = [weakref.ref(each) for each in LOOPS[loop](hooks, runs, tmp_path)]
     assert [reference() for reference in references] == [None] * len(references)
 
 
@@ -170,45 +167,37 @@ def test_everything_of_lightning_is_freed_by_the_garbage_collector(tmp_path):
 def test_everything_is_freed_after_an_error(tmp_path):
     references: list[Any] = []
 
-    def train() -> None:
+    def fail() -> None:
         model, optimizer = make()
         references.extend([weakref.ref(model), weakref.ref(optimizer)])
         with hookline.attach(model, optimizer, hooks=[Sees()], runs=tmp_path):
-            x, y = batches(1)[0]
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train(model, optimizer, batches(1))
             raise ValueError("of the loop")
 
     with suppress(ValueError):  # `pytest.raises` would keep its frames
-        train()
+        fail()
     assert [reference() for reference in references] == [None, None]
 
 
 def test_sessions_that_are_freed_without_detaching_leave_no_handler_of_sigterm():
-    def train() -> None:
-        model, optimizer = make()
-        hookline.attach(model, optimizer, hooks=[Sees()])
-        x, y = batches(1)[0]
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(3):
-        train()
+        model, optimizer = make()
+        hookline.attach(model, optimizer, hooks=[Sees()])
+        train(model, optimizer, batches(1))
+        del model, optimizer
     gc.collect()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_a_session_has_is_there_while_somebody_has_the_session(tmp_path):
-    def train() -> Any:
+    def make_session() -> Any:
         model, optimizer = make()
         with hookline.attach(model, optimizer, hooks=[Sees()], runs=tmp_path) as session:
-            x, y = batches(1)[0]
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
+            train(model, optimizer, batches(1))
         return session
 
-    session = train()
+    session = make_session()
     assert isinstance(session.model(batches(1)[0][0]), torch.Tensor)
     path = session.save_checkpoint(tmp_path / "saved")
     assert path is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 from dataclasses import dataclass
@@ -40,13 +39,13 @@ def test_it_is_called_for_every_batch_after_the_forward_and_before_the_loss():
     ]
 
 
-def test_a_plain_function_is_one_with_its_kind():
+def test_a_plain_function_is_one_with_its_kind_and_does_not_see_validation():
     seen = []
 
     def look(activations):
         seen.append(activations.mean().item())
 
-    trainer = fit(forward=[look])
+    trainer = fit(forward=[look], val=batches(3))
     assert len(seen) == 4
     info = trainer.hooks.describe()[0]
     assert (info.name, info.kind, info.calls) == ("look", "forward", 4)
@@ -86,9 +85,7 @@ def no_foreign_threads(monkeypatch):
     [
         lambda: torch.randn(3),
         random.random,
-        lambda: random.shuffle([1, 2, 3]),
         numpy.random.rand,
-        lambda: numpy.random.permutation(3),
     ],
 )
 def test_random_numbers_of_training_are_put_back_and_the_hook_is_disabled(draw, caplog):
@@ -142,8 +139,7 @@ def test_in_strict_mode_drawing_random_numbers_is_an_error():
     def draws(activations):
         torch.randn(3)
 
-    model, optimizer = make()
-    trainer = Trainer(config(), model, optimizer)
+    trainer = Trainer(config(), *make())
     trainer.add_hook(draws, kind="forward", strict=True)
     with pytest.raises(hookline.RandomNumberError, match="draws used a global random number gen"):
         trainer.fit(batches(4))
@@ -213,7 +209,7 @@ def test_values_that_are_not_numbers_are_no_change(on_device, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8, torch.complex64])
-@pytest.mark.parametrize("size", [1, 7, 8, 1001])
+@pytest.mark.parametrize("size", [1, 7, 1001])
 def test_a_hash_on_a_device_notices_any_bit_and_any_order(dtype, size, monkeypatch):
     monkeypatch.setattr(fingerprints, "_is_on_cpu", lambda storage: False)
     monkeypatch.setattr(fingerprints, "_PIECE", 100)
@@ -300,18 +296,8 @@ def test_tensors_anywhere_in_the_outputs_are_detached_and_watched():
         fit(forward=[meddle], model=Rich(), step_fn=step_fn)
 
 
-def test_it_does_not_see_validation():
-    seen = []
-    model, optimizer = make()
-    trainer = Trainer(config(), model, optimizer)
-    trainer.add_hook(lambda activations: seen.append(1), kind="forward")
-    trainer.fit(batches(2), val_loaders=batches(3))
-    assert len(seen) == 2
-
-
 def records(trainer):
-    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
-    return [one for one in map(json.loads, lines) if one["name"].startswith("activations")]
+    return list(hookline.open_run(trainer.run.path).metrics("activations/*"))
 
 
 def test_activation_stats_records_mean_and_deviation_at_its_interval(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import gc
 import math
 import weakref
@@ -17,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-import hookline.trainer.data_stream
 from hookline.config.trainer_config import MixConfig
 from hookline.trainer.data_stream import Stream
 
@@ -27,6 +25,7 @@ TWO = {"web": WEB, "code": CODE}
 
 LENGTHS = st.lists(st.integers(1, 7), min_size=2, max_size=4)
 WEIGHTS = st.lists(st.integers(1, 40), min_size=2, max_size=8)
+IN_TURNS = ("round_robin", "weighted")  # these may end with the shortest loader
 
 
 class Unsized:
@@ -56,21 +55,30 @@ def made(lengths: list[int], kind: Callable[[list[Any]], Any] = list) -> dict[st
     return {f"l{i}": kind([(i, n) for n in range(length)]) for i, length in enumerate(lengths)}
 
 
-def mixings(count: int) -> st.SearchStrategy[MixConfig]:
-    """Every kind of mixing for so many loaders."""
-    length = st.sampled_from(["sum", "longest", 1, 4, 25])
+def mixings(
+    count: int, orders: tuple[str, ...], length: st.SearchStrategy[Any]
+) -> st.SearchStrategy[MixConfig]:
+    """Mixings of so many loaders, in these orders."""
+    weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
+    options = {"alternating": {"pattern": patterns(count)}, "weighted": {"weights": weights}}
     on_exhausted = st.sampled_from(["cycle", "drop"])
-    turns = st.one_of(length, st.just("shortest"))
     return st.one_of(
-        st.builds(MixConfig, length=length, on_exhausted=on_exhausted),
         st.builds(
             MixConfig,
-            st.just("alternating"),
-            pattern=patterns(count),
+            st.just(order),
             length=length,
             on_exhausted=on_exhausted,
-        ),
-        in_turns(count, turns),
+            **options.get(order, {}),
+        )
+        for order in orders
+    )
+
+
+def every_mixing(count: int) -> st.SearchStrategy[MixConfig]:
+    length = st.sampled_from(["sum", "longest", 1, 4, 25])
+    return st.one_of(
+        mixings(count, ("sequential", "alternating"), length),
+        mixings(count, IN_TURNS, st.one_of(length, st.just("shortest"))),
     )
 
 
@@ -81,23 +89,7 @@ def patterns(count: int) -> st.SearchStrategy[tuple[str, ...]]:
     return st.tuples(everyone, extra).map(lambda both: (*both[0], *both[1]))
 
 
-def in_turns(count: int, length: st.SearchStrategy[Any]) -> st.SearchStrategy[MixConfig]:
-    """Mixings that may end with the shortest loader."""
-    on_exhausted = st.sampled_from(["cycle", "drop"])
-    weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
-    return st.one_of(
-        st.builds(MixConfig, st.just("round_robin"), length=length, on_exhausted=on_exhausted),
-        st.builds(
-            MixConfig,
-            st.just("weighted"),
-            weights=weights,
-            length=length,
-            on_exhausted=on_exhausted,
-        ),
-    )
-
-
-CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), mixings(len(lengths))))
+CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), every_mixing(len(lengths))))
 
 
 # What a stream is made of.
@@ -110,19 +102,14 @@ def test_a_single_loader_gives_its_batches_with_their_numbers() -> None:
     ]
 
 
-def test_a_single_loader_is_called_what_it_is_for() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
-    assert Stream(loader, what="val").names == ["val"]
-    assert Stream([loader], what="val").names == ["val"]
-    assert Stream({"own": loader}, what="val").names == ["own"]
-
-
-def test_loaders_in_a_list_are_named_by_number() -> None:
+def test_loaders_are_named_by_what_they_are_for_by_number_or_by_the_mapping() -> None:
     loaders = [DataLoader(TensorDataset(torch.arange(n))) for n in (2, 1)]
     stream = Stream(loaders)
     assert stream.names == ["0", "1"]
     assert [name for *_, name in stream.epoch()] == ["0", "0", "1"]
     assert Stream(tuple(loaders)).names == ["0", "1"]
+    assert Stream(loaders[0], what="val").names == Stream(loaders[:1], what="val").names == ["val"]
+    assert Stream({"own": loaders[0]}, what="val").names == ["own"]
 
 
 X = torch.zeros(2, 3)
@@ -191,19 +178,15 @@ class Numbers(Dataset[int]):
 def test_what_is_no_loader_is_refused(nonsense: Any) -> None:
     with pytest.raises(TypeError, match=f"'train' is of type {type(nonsense).__name__}; expected"):
         Stream(nonsense)
-    with pytest.raises(TypeError, match="val loader 'web' is of type"):
+    with pytest.raises(TypeError, match=r"val loader 'web' is of type.*into a list: \[batch\]"):
         Stream({"web": nonsense}, what="val")
 
 
-def test_a_single_batch_is_refused_as_a_loader() -> None:
-    with pytest.raises(TypeError, match=r"a single batch into a list: \[batch\]"):
-        Stream({"input_ids": X})
-
-
-@pytest.mark.parametrize("name", [0, "", None])
-def test_names_are_strings(name: Any) -> None:
-    with pytest.raises(ValueError, match=f"the name {name!r}; expected a string"):
-        Stream({name: WEB})
+def test_names_are_strings_and_there_is_one() -> None:
+    with pytest.raises(ValueError, match="the name 0; expected a string"):
+        Stream({0: WEB})
+    with pytest.raises(ValueError, match="expected at least"):
+        Stream({})
 
 
 # What an epoch contains.
@@ -214,8 +197,6 @@ def test_names_are_strings(name: Any) -> None:
     [
         # sequential
         ({}, "w0 w1 w2 c0"),
-        ({"length": "longest"}, "w0 w1 w2 c0"),
-        ({"on_exhausted": "drop"}, "w0 w1 w2 c0"),
         ({"length": 2}, "w0 w1"),
         ({"length": 6}, "w0 w1 w2 c0 w0 w1"),
         ({"length": 6, "on_exhausted": "drop"}, "w0 w1 w2 c0"),
@@ -223,9 +204,7 @@ def test_names_are_strings(name: Any) -> None:
         ({"order": "round_robin"}, "w0 c0 w1 c0"),
         ({"order": "round_robin", "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         ({"order": "round_robin", "length": "longest"}, "w0 c0 w1 c0 w2 c0"),
-        ({"order": "round_robin", "length": "longest", "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         ({"order": "round_robin", "length": "shortest"}, "w0 c0"),
-        ({"order": "round_robin", "length": "shortest", "on_exhausted": "drop"}, "w0 c0"),
         ({"order": "round_robin", "length": 9}, "w0 c0 w1 c0 w2 c0 w0 c0 w1"),
         ({"order": "round_robin", "length": 3, "on_exhausted": "drop"}, "w0 c0 w1"),
         ({"order": "round_robin", "length": 9, "on_exhausted": "drop"}, "w0 c0 w1 w2"),
@@ -233,24 +212,10 @@ def test_names_are_strings(name: Any) -> None:
         ({"order": "alternating", "pattern": ("web", "web", "code")}, "w0 w1 c0 w2"),
         ({"order": "alternating", "pattern": ["code", 0]}, "c0 w0 c0 w1"),
         (
-            {"order": "alternating", "pattern": ("code", "web", "code"), "on_exhausted": "drop"},
-            "c0 w0 w1 w2",
-        ),
-        (
             {"order": "alternating", "pattern": (0, 0, 1), "length": "longest"},
             "w0 w1 c0 w2 w0 c0",
         ),
-        (
-            {
-                "order": "alternating",
-                "pattern": (0, 0, 1),
-                "length": "longest",
-                "on_exhausted": "drop",
-            },
-            "w0 w1 c0 w2",
-        ),
         ({"order": "alternating", "pattern": (0, 0, 1), "length": "shortest"}, "w0 w1 c0"),
-        ({"order": "alternating", "pattern": (1, 0), "length": 5}, "c0 w0 c0 w1 c0"),
         (
             {"order": "alternating", "pattern": (1, 0), "length": 9, "on_exhausted": "drop"},
             "c0 w0 w1 w2",
@@ -258,14 +223,9 @@ def test_names_are_strings(name: Any) -> None:
         # weighted
         ({"order": "weighted", "weights": {"code": 1, "web": 3}}, "w0 w1 c0 w2"),
         ({"order": "weighted", "weights": [1, 1]}, "w0 c0 w1 c0"),
-        ({"order": "weighted", "weights": [1, 1], "on_exhausted": "drop"}, "w0 c0 w1 w2"),
         ({"order": "weighted", "weights": [1, 1], "length": "longest"}, "w0 c0 w1 c0 w2"),
         ({"order": "weighted", "weights": [1, 1], "length": "shortest"}, "w0 c0 w1"),
-        ({"order": "weighted", "weights": [0.5, 0.5], "length": 6}, "w0 c0 w1 c0 w2 c0"),
-        (
-            {"order": "weighted", "weights": [1, 1], "length": 9, "on_exhausted": "drop"},
-            "w0 c0 w1 w2",
-        ),
+        ({"order": "weighted", "weights": [np.float32(0.5)] * 2, "length": 4}, "w0 c0 w1 c0"),
     ],
 )
 def test_an_epoch_contains_exactly(settings: dict[str, Any], expected: str) -> None:
@@ -385,7 +345,7 @@ def test_the_longest_epoch_is_the_first_whole_round_that_takes_all_to_their_end(
 def test_the_shortest_epoch_repeats_nothing_and_cannot_be_longer(
     lengths: list[int], data: st.DataObject
 ) -> None:
-    mixing = data.draw(in_turns(len(lengths), st.just("shortest")))
+    mixing = data.draw(mixings(len(lengths), IN_TURNS, st.just("shortest")))
     drawn = [batch for batch, *_ in Stream(made(lengths), mixing).epoch()]
     assert len(set(drawn)) == len(drawn)
     round_size = len(lengths) if mixing.order == "round_robin" else 1
@@ -408,14 +368,6 @@ def test_weighted_shares_are_close_after_every_batch_and_exact_after_a_period(
             assert n % total or counted == n // total * weight
 
 
-@given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=5), st.integers(1, 100))
-def test_weights_of_any_size_keep_their_shares(weights: list[float], length: int) -> None:
-    loaders = {f"l{i}": [i] for i in range(len(weights))}
-    counted = Counter(batches(loaders, "weighted", weights=weights, length=length))
-    for idx, weight in enumerate(weights):
-        assert abs(length * weight / math.fsum(weights) - counted[idx]) < 3 / 2
-
-
 def test_the_rest_is_shared_by_weight_when_a_loader_is_left_out() -> None:
     # "a" is due again right after its only batch, so all the rest is without it.
     loaders = {"a": ["a"], "b": ["b"] * 30, "c": ["c"] * 12}
@@ -425,15 +377,6 @@ def test_the_rest_is_shared_by_weight_when_a_loader_is_left_out() -> None:
         "a",
         *batches(rest, "weighted", weights=[5, 2], length=39, on_exhausted="drop"),
     ]
-
-
-@given(CASES)
-def test_every_epoch_is_the_same(case: tuple[list[int], MixConfig]) -> None:
-    lengths, mixing = case
-    stream = Stream(made(lengths), mixing)
-    assert (
-        list(stream.epoch()) == list(stream.epoch()) == list(Stream(made(lengths), mixing).epoch())
-    )
 
 
 # When loaders are started and read.
@@ -468,18 +411,6 @@ def test_a_loader_is_started_once_per_pass_and_when_its_turn_comes(
         assert log.count(f"iter {name}") == math.ceil(log.count(name) / 4)
 
 
-def test_a_single_loader_is_started_when_its_first_batch_is_drawn() -> None:
-    log: list[str] = []
-    epoch = Stream(Sized(WEB, log), MixConfig(length=4)).epoch()
-    assert log == []
-    drawn = [next(epoch) for _ in range(3)]
-    assert (len(drawn), len(log)) == (3, 1)
-    next(epoch)
-    assert len(log) == 2
-    assert next(epoch, None) is None
-    assert len(log) == 2
-
-
 def test_an_epoch_of_a_given_length_draws_no_batch_more() -> None:
     def loader() -> Iterator[int]:
         yield 1
@@ -488,15 +419,6 @@ def test_an_epoch_of_a_given_length_draws_no_batch_more() -> None:
 
     assert batches(loader(), length=2) == [1, 2]
     assert batches({"a": loader(), "b": loader()}, "round_robin", length=4) == [1, 1, 2, 2]
-
-
-def test_making_a_stream_and_asking_its_length_uses_no_random_numbers() -> None:
-    loaders = [DataLoader(TensorDataset(torch.arange(8)), shuffle=True) for _ in range(2)]
-    before = torch.get_rng_state()
-    stream = Stream(loaders, MixConfig("round_robin"))
-    stream.length()
-    stream.epoch()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_batches_are_not_kept() -> None:
@@ -529,9 +451,6 @@ def test_a_length_that_is_not_known_is_none() -> None:
     stream = Stream({"web": DataLoader(Endless()), "code": [1]})
     assert stream.length() is None
     assert len(list(stream.epoch())) == 7
-
-
-def test_a_given_length_is_known_whatever_the_loaders() -> None:
     assert Stream(Unsized(WEB), MixConfig(length=5)).length() == 5
     assert Stream(Unsized(WEB), MixConfig(length=5, on_exhausted="drop")).length() is None
 
@@ -563,26 +482,7 @@ def test_a_generator_that_would_have_to_be_started_again_is_refused() -> None:
         next(epoch)
 
 
-def test_a_generator_that_was_left_early_is_not_continued() -> None:
-    stream = Stream(iter(WEB), MixConfig(length=1))
-    assert len(list(stream.epoch())) == 1
-    with pytest.raises(TypeError, match="is an iterator"):
-        list(stream.epoch())
-
-
-def test_one_generator_under_two_names_is_refused() -> None:
-    once = iter(WEB)
-    with pytest.raises(TypeError, match="'b' is an iterator"):
-        batches({"a": once, "b": once}, "round_robin", on_exhausted="drop")
-
-
 # Empty loaders.
-
-
-@pytest.mark.parametrize("nothing", [[], (), {}])
-def test_no_loaders_at_all_is_refused(nothing: Any) -> None:
-    with pytest.raises(ValueError, match="expected at least"):
-        Stream(nothing)
 
 
 def test_an_empty_loader_is_refused_at_once_where_its_length_says_so() -> None:
@@ -591,22 +491,15 @@ def test_an_empty_loader_is_refused_at_once_where_its_length_says_so() -> None:
         Stream({"web": WEB, "code": small}, what="val")
 
 
-@pytest.mark.parametrize("on_exhausted", ["cycle", "drop"])
-@pytest.mark.parametrize("length", ["longest", "shortest", 5])
+@pytest.mark.parametrize(
+    ("length", "on_exhausted"), [("longest", "cycle"), ("shortest", "drop"), (5, "drop")]
+)
 def test_an_empty_loader_without_a_length_is_refused_when_drawn(
-    on_exhausted: Any, length: Any
+    length: Any, on_exhausted: Any
 ) -> None:
-    stream = Stream(
-        {"web": WEB, "code": Unsized([])},
-        MixConfig("round_robin", length=length, on_exhausted=on_exhausted),
-    )
+    mixing = MixConfig("round_robin", length=length, on_exhausted=on_exhausted)
     with pytest.raises(ValueError, match="train loader 'code' has no batches"):
-        list(stream.epoch())
-
-
-def test_a_single_empty_loader_is_refused_when_drawn() -> None:
-    with pytest.raises(ValueError, match="'train' has no batches"):
-        next(Stream(Unsized([])).epoch())
+        list(Stream({"web": WEB, "code": Unsized([])}, mixing).epoch())
 
 
 # Settings that make no sense.
@@ -616,28 +509,13 @@ def test_a_single_empty_loader_is_refused_when_drawn() -> None:
     ("settings", "message"),
     [
         ({"order": "round_robbin"}, "'order' is 'round_robbin'.* 'round_robin'"),
-        ({"order": 3}, "'order' is 3. .*'sequential'"),
-        ({"on_exhausted": "cycled"}, "'on_exhausted' is 'cycled'.* 'cycle'"),
-        ({"length": "shorter"}, "length.* is 'shorter'.* 'shortest'"),
         ({"length": 0}, "length.* is 0. .* greater than 0"),
-        ({"length": -3}, "length.* is -3"),
         ({"length": True}, "length.* is True"),
-        ({"length": 2.0}, "length.* is 2.0"),
         ({"pattern": ("web",)}, "order is 'sequential'; expected pattern with order='alternating'"),
-        ({"weights": [1]}, "order is 'sequential'; expected weights with order='weighted'"),
         ({"order": "alternating"}, "order is 'alternating'; expected pattern"),
-        ({"order": "weighted"}, "order is 'weighted'; expected weights"),
-        ({"order": "alternating", "pattern": ()}, r"'pattern' is \(\). .* at least 1 item"),
-        ({"order": "alternating", "pattern": "web"}, "'pattern' is 'web'. .* list"),
         ({"order": "alternating", "pattern": (True, 0)}, "pattern.0.* is True"),
-        ({"order": "alternating", "pattern": (0.5, 0)}, "pattern.0.* is 0.5"),
-        ({"order": "weighted", "weights": 3}, "weights.* is 3. .* dictionary"),
         ({"order": "weighted", "weights": [1, 0]}, "weights.*1' is 0. .* greater than 0"),
-        ({"order": "weighted", "weights": {"web": -1}}, "weights.*web' is -1"),
         ({"order": "weighted", "weights": [math.nan]}, "weights.*0' is nan"),
-        ({"order": "weighted", "weights": [math.inf]}, "weights.*0' is inf"),
-        ({"order": "weighted", "weights": [True]}, "weights.*0' is True"),
-        ({"order": "weighted", "weights": ["1"]}, "weights.*0' is '1'"),
     ],
 )
 def test_a_mixing_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -650,9 +528,7 @@ def test_a_mixing_that_makes_no_sense_is_refused(settings: dict[str, Any], messa
     [
         ({"pattern": ("web", "cod")}, "loader 'cod'; .*Did you mean 'code'"),
         ({"pattern": ("web", 2)}, "names the loader '2'; expected 'web', 'code'"),
-        ({"pattern": (0, -1)}, "names the loader '-1'; expected"),
         ({"pattern": ("web",)}, "pattern has nothing for 'code'"),
-        ({"weights": {"web": 1, "cod": 1}}, "loader 'cod'; .*Did you mean 'code'"),
         ({"weights": {"web": 1}}, "weights has nothing for 'code'"),
         ({"weights": [1, 2, 3]}, "weights names the loader '2'"),
         ({"length": "shortest"}, "'shortest' with order='sequential'"),
@@ -666,18 +542,3 @@ def test_a_mixing_that_does_not_fit_the_loaders_is_refused(
     settings["order"] = next((order[key] for key in settings if key in order), "sequential")
     with pytest.raises(ValueError, match=message):
         Stream(TWO, MixConfig(**settings))
-
-
-def test_a_mixing_does_not_change_with_what_it_was_made_from() -> None:
-    weights = {"web": 1.0, "code": 1.0}
-    mixing = MixConfig("weighted", weights=weights)
-    weights["code"] = -1
-    assert mixing.weights == {"web": 1.0, "code": 1.0}
-
-
-def test_numbers_of_numpy_are_weights() -> None:
-    assert batches(TWO, "weighted", weights=list(np.array([0.5, 0.5], np.float32)), length=2)
-
-
-def test_the_docstrings_examples_are_true() -> None:
-    assert doctest.testmod(hookline.trainer.data_stream).failed == 0

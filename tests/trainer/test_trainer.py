@@ -84,9 +84,7 @@ def test_epochs_batches_and_steps_are_counted():
     [
         ({}, 4),
         ({"max_steps": 7}, 7),
-        ({"max_steps": 2}, 2),
         ({"max_steps": 7, "max_epochs": 1}, 4),
-        ({"max_epochs": 0}, 0),
         ({"max_steps": 0}, 0),
         ({"max_steps": 3, "max_epochs": None}, 3),
     ],
@@ -222,14 +220,11 @@ def test_the_default_loss_depends_on_the_targets_and_is_said_once(whole, caplog)
     ("data", "options", "message"),
     [
         ([torch.ones(2, 8)], {}, r"the loss of this batch: Tensor\[2, 8\] of float32"),
-        ([(torch.ones(2, 8),) * 3], {}, r"tuple\(Tensor"),
         ([{"x": torch.ones(2, 8)}], {}, "returned no loss"),
         ([{"x": torch.ones(2, 8)}], {"loss_fn": F.mse_loss}, "has none of labels"),
         (batches(1), {"step_fn": lambda model, batch: 3.0}, "float as the loss"),
         (batches(1), {"step_fn": lambda model, batch: {"l": 1}}, "without 'loss'"),
-        (batches(1), {"step_fn": lambda model, batch: torch.ones(2)}, "one element"),
         (batches(1), {"step_fn": lambda model, batch: torch.ones(())}, "has no gradient"),
-        ([], {}, "."),
     ],
 )
 def test_what_cannot_be_trained_on_is_a_clear_error(data, options, message):
@@ -490,13 +485,8 @@ def test_get_trainer_has_its_data_and_its_configuration_as_keywords():
     assert trainer.hooks.list_hooks() == ["watch", "identity"]
     trainer.train()
     assert trainer.step == 2
-
-
-def test_get_trainer_passes_on_every_argument_of_a_trainer():
-    model, optimizer = make()
-    options = {"runs": None, "progress": "off", "name": "small", "trackers": ["no such tracker"]}
     with pytest.raises(hookline.ConfigError, match="Unknown tracker"):
-        get_trainer("simple", model, batches(2), optimizer, **options)
+        get_trainer("simple", model, batches(2), optimizer, name="small", trackers=["no such"])
 
 
 def test_hooks_come_from_a_configuration_by_class_path():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from loops import batches, config, make, recorder, same, told_in, weights
+from loops import batches, config, fit, make, recorder, same, told_in, weights
 from torch.nn import functional as F
 
 import hookline
@@ -21,8 +21,7 @@ def two(model):
 
 
 def test_after_the_end_one_can_still_validate_save_and_log(tmp_path):
-    model, optimizer = make()
-    trainer = Trainer(config(runs=tmp_path), model, optimizer)
+    trainer = Trainer(config(runs=tmp_path), *make())
     trainer.fit(batches(2), val_loaders=batches(1))
     assert trainer.validate()["val/loss"] > 0
     saved = trainer.save_checkpoint()
@@ -51,14 +50,8 @@ def test_validation_by_steps_does_not_come_again_after_a_skipped_step():
                 trainer.skip_optimizer_step()
 
     hook = recorder(on_validation_end=("step",))
-    model, optimizer = make()
-    trainer = Trainer(
-        config(validate_every_steps=2, validate_every_epochs=None),
-        model,
-        optimizer,
-        hooks=[Skips(), hook],
-    )
-    trainer.fit(batches(5), val_loaders=batches(1))
+    fields = {"validate_every_steps": 2, "validate_every_epochs": None}
+    fit(Skips(), hook, data=batches(5), val=batches(1), **fields)
     assert [a["step"] for a in told_in(hook, "on_validation_end")] == [2, 4]
 
 
@@ -67,23 +60,19 @@ def test_validation_by_steps_does_not_come_again_after_a_skipped_step():
 
 def test_an_exception_by_hand_is_told_too():
     hook = recorder("on_exception", on_train_end=("status",))
-    model, optimizer = make()
-    trainer = Trainer(config(), model, optimizer, hooks=[hook])
+    trainer = Trainer(config(), *make(), hooks=[hook])
     with pytest.raises(TrainingError):
         trainer.training_step(torch.ones(2, 8))
     assert hook.told == ["on_exception", ("on_train_end", {"status": "error"})]
 
 
 def test_a_checkpoint_made_by_hand_can_be_resumed(tmp_path):
-    model, optimizer = make()
-    trainer = Trainer(config(), model, optimizer)
+    trainer = Trainer(config(), *make())
     for batch in batches(2):
         trainer.training_step(batch)
     saved = trainer.save_checkpoint(tmp_path / "mine")
     trainer.finish()
-    again, optimizer = make(seed=1)
-    resumed = Trainer(config(max_steps=5), again, optimizer).fit(batches(3), resume_from=saved)
-    assert resumed.step == 5
+    assert fit(data=batches(3), resume_from=saved, max_steps=5).step == 5
 
 
 # -- the seams of an epoch ------------------------------------------------------------------------
@@ -95,19 +84,14 @@ def test_text_that_a_hook_puts_into_metrics_does_not_break_checkpoints(tmp_path)
             metrics["verdict"] = "good"
             trainer.save_checkpoint()
 
-    model, optimizer = make()
-    trainer = Trainer(config(runs=tmp_path), model, optimizer, hooks=[Puts()])
-    trainer.fit(batches(1), val_loaders=batches(1))
+    trainer = fit(Puts(), data=batches(1), val=batches(1), runs=tmp_path)
     assert (trainer.run.path / "checkpoints" / "step_000001").is_dir()
 
 
 def test_a_resume_that_fails_tells_no_hook_of_an_end_without_a_beginning(tmp_path):
     hook = recorder("on_train_start", "on_exception", "on_train_end")
-    model, optimizer = make()
     with pytest.raises(hookline.CheckpointError):
-        Trainer(config(), model, optimizer, hooks=[hook]).fit(
-            batches(1), resume_from=tmp_path / "nothing"
-        )
+        fit(hook, resume_from=tmp_path / "nothing")
     assert hook.told == []
 
 
@@ -120,8 +104,7 @@ def test_a_fit_after_a_failed_one_is_clean(tmp_path):
             raise ZeroDivisionError
         return F.mse_loss(model(batch[0]), batch[1])
 
-    model, optimizer = make()
-    trainer = Trainer(config(runs=tmp_path, accumulate=3), model, optimizer, step_fn=step)
+    trainer = Trainer(config(runs=tmp_path, accumulate=3), *make(), step_fn=step)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(batches(3))
     trainer.fit(batches(3))
@@ -136,8 +119,7 @@ def test_the_record_says_why_training_stopped_and_which_hooks_were_toggled(tmp_p
             trainer.disable_hook("other")
             trainer.stop("good enough")
 
-    model, optimizer = make()
-    trainer = Trainer(config(runs=tmp_path), model, optimizer, hooks=[Stops()])
+    trainer = Trainer(config(runs=tmp_path), *make(), hooks=[Stops()])
     trainer.add_hook(recorder("on_epoch_end"), "other")
     trainer.fit(batches(3))
     lines = (trainer.run.path / "events.jsonl").read_text().splitlines()

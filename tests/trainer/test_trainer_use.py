@@ -10,12 +10,12 @@ import pickle
 
 import pytest
 import torch
-from loops import batches, fit, make, recorder, weights
+from loops import batches, config, fit, make, recorder, told_in, weights
 from torch import nn
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainerConfig, TrainingError
+from hookline import Trainer, TrainingError
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.optimization.early_stopping import EarlyStopping
 from hookline.runs import read_records
@@ -23,23 +23,8 @@ from hookline.trainer.losses import LossCheck
 from hookline.trainer.progress import PlainProgress
 
 
-def config(**fields):
-    return TrainerConfig(**({"runs": None, "progress": "off"} | fields))
-
-
-def of(hook, event):
-    return [told[1] for told in hook.told if not isinstance(told, str) and told[0] == event]
-
-
-def nan_at(i, n=4):
-    data = batches(n)
-    data[i] = (data[i][0], torch.full_like(data[i][1], float("nan")))
-    return data
-
-
 def values(run, name):
-    lines = (run.path / "metrics.jsonl").read_text().splitlines()
-    return [row["value"] for row in map(json.loads, lines) if row["name"] == name]
+    return [row["value"] for row in read_records(run.path / "metrics.jsonl") if row["name"] == name]
 
 
 # -- a loss that is not finite --------------------------------------------------------------------
@@ -55,9 +40,11 @@ def test_the_batch_of_a_nan_loss_ends_before_training_stops_and_no_step_is_made(
             before[:] = weights(model)
 
     trainer = Trainer(config(), model, optimizer, hooks=[hook, Keep()])
+    data = batches(4)
+    data[2] = (data[2][0], torch.full_like(data[2][1], float("nan")))
     with pytest.raises(TrainingError, match=r"The loss was nan.*batch 2"):
-        trainer.fit(nan_at(2))
-    ends = of(hook, "on_train_batch_end")
+        trainer.fit(data)
+    ends = told_in(hook, "on_train_batch_end")
     assert [end["batch_idx"] for end in ends] == [0, 1, 2]
     assert ends[-1]["loss"] != ends[-1]["loss"]
     assert (trainer.step, trainer.status) == (2, "error")
@@ -78,7 +65,6 @@ def test_on_an_accelerator_a_nan_loss_is_found_before_the_next_step():
     "hook",
     [
         lambda: EarlyStopping(),
-        lambda: EarlyStopping("val/loss", check_on_train_epoch_end=True),
         lambda: ModelCheckpoint(monitor="val/loss"),
     ],
 )
@@ -172,9 +158,6 @@ def default_loss(shape, targets):
     ("shape", "targets"),
     [
         ((4, 1), torch.ones(4)),
-        ((4,), torch.ones(4, 1)),
-        ((4, 3), torch.ones(3)),
-        ((4, 3), torch.zeros(4, 3, dtype=torch.long)),
         ((4, 5, 3), torch.zeros(4, 4, dtype=torch.long)),
     ],
 )
@@ -212,7 +195,7 @@ def tokens_of(inputs, **options):
     hook = recorder(on_step_end=("tokens_seen",))
     trainer = Trainer(config(), model, optimizer, hooks=[hook], **options)
     trainer.fit([(inputs, torch.zeros(inputs.shape, dtype=torch.long))] * 2)
-    return [told["tokens_seen"] for told in of(hook, "on_step_end")]
+    return [told["tokens_seen"] for told in told_in(hook, "on_step_end")]
 
 
 def test_integer_inputs_of_two_dimensions_are_tokens(caplog):
@@ -266,7 +249,7 @@ def test_a_generator_is_an_error_before_training_when_there_are_several_epochs()
 # -- the trainer as an object ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, pickle.dumps])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
 def test_a_trainer_says_what_to_save_instead_of_it(copied):
     with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save_checkpoint\(path\)"):
         copied(Trainer(config(), *make()))
@@ -335,25 +318,17 @@ def test_metrics_of_a_step_function_are_recorded_for_each_step_and_epoch(tmp_pat
     [
         (lambda m, o: ((m, o), {}), r"expected a TrainerConfig.*Trainer\(config, model"),
         (lambda m, o: ((None, type(m), o), {}), r"expected a torch.nn.Module"),
-        (lambda m, o: ((None, m, torch.optim.SGD), {}), r"expected one torch.optim.Optimizer or"),
         (lambda m, o: ((None, m, "adam"), {}), r"optimizers is 'adam'; expected one torch.optim"),
         (lambda m, o: ((None, m, o), {"loss_fn": nn.MSELoss}), r"loss_fn is the class MSELoss"),
-        (lambda m, o: ((None, m, o), {"loss_fn": "mse"}), r"loss_fn is 'mse'; expected a function"),
-        (lambda m, o: ((None, m, o), {"tokens_fn": 3}), r"tokens_fn is 3; expected a function"),
         (
             lambda m, o: ((None, m, o), {"loss_fn": nn.ReLU()}),
             r"loss_fn is called with \(outputs, targets\), and ReLU\(input\) does not take these",
-        ),
-        (
-            lambda m, o: ((None, m, o), {"step_fn": lambda batch: 0}),
-            r"step_fn is called with \(model, batch\), and <lambda>\(batch\) does not",
         ),
         (lambda m, o: ((None, m, o), {"tokens_fn": lambda: 0}), r"called with \(batch\)"),
         (
             lambda m, o: ((None, m, o), {"schedulers": "cosine"}),
             r"schedulers has 'cosine'.*StepLR\(",
         ),
-        (lambda m, o: ((None, m, o), {"los_fn": 3}), "unexpected keyword argument 'los_fn'"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_explained(arguments, message):
@@ -362,7 +337,7 @@ def test_a_mistake_in_the_arguments_is_explained(arguments, message):
         Trainer(*given, **named)
 
 
-@pytest.mark.parametrize("value", [torch.ones(3), "text", None, [1, 2]])
+@pytest.mark.parametrize("value", [torch.ones(3), "text"])
 def test_a_metric_that_is_not_a_number_is_refused_at_the_first_batch(value):
     def step(model, batch):
         return {"loss": F.mse_loss(model(batch[0]), batch[1]), "logits": value}
@@ -376,21 +351,19 @@ def test_a_metric_that_is_not_a_number_is_refused_at_the_first_batch(value):
 # -- what is recorded --------------------------------------------------------------------------
 
 
-def fit_and_read(tmp_path, *hooks, **options):
-    trainer = fit(*hooks, data=batches(2), **{"runs": tmp_path} | options)
-    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
-    return trainer, [json.loads(line) for line in lines]
-
-
-def test_values_are_recorded_by_kind(tmp_path):
+def test_values_are_recorded_by_kind_with_their_step_and_epoch(tmp_path):
     class Logs(hookline.Hook):
-        def on_step_end(self, trainer, model):
+        def on_step_end(self, trainer, model, step):
+            trainer.log("x", step)
             trainer.log("scalar", torch.tensor(2.5))
             trainer.log("words", "hello", kind="text")
             trainer.log("weights", model.first.weight.detach(), kind="histogram")
             trainer.log("picture", torch.rand(3, 4, 5), kind="image")
 
-    trainer, records = fit_and_read(tmp_path, Logs())
+    trainer = fit(Logs(), data=batches(2), runs=tmp_path, max_epochs=2)
+    records = list(read_records(trainer.run.path / "metrics.jsonl"))
+    told = [(r["step"], r["epoch"], r["value"]) for r in records if r["name"] == "x"]
+    assert told == [(1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 1, 4)]
     by_name = {record["name"]: record for record in records if record["step"] == 1}
     assert by_name["scalar"]["value"] == 2.5
     assert (by_name["words"]["kind"], by_name["words"]["value"]) == ("text", "hello")
@@ -398,24 +371,8 @@ def test_values_are_recorded_by_kind(tmp_path):
     assert (trainer.run.path / by_name["picture"]["value"]["path"]).read_bytes()[1:4] == b"PNG"
 
 
-def test_what_is_logged_carries_its_step_and_epoch(tmp_path):
-    class Logs(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            trainer.log("x", step)
-
-    _, records = fit_and_read(tmp_path, Logs(), max_epochs=2)
-    told = [(r["step"], r["epoch"], r["value"]) for r in records if r["name"] == "x"]
-    assert told == [(1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 1, 4)]
-
-
-@pytest.mark.parametrize("off", ["off", False])
-def test_the_display_is_off_with_one_setting(tmp_path, capsys, off):
-    fit_and_read(tmp_path, progress=off)
-    assert capsys.readouterr().out == ""
-
-
 def test_an_unknown_kind_is_an_error_also_without_a_record():
-    trainer = Trainer(TrainerConfig(runs=None, progress="off"), *make())
+    trainer = Trainer(config(), *make())
     with pytest.raises(hookline.RunError, match=r"Unknown kind 'picture'\. There are 'scalar'"):
         trainer.log("a", 1.0, kind="picture")
 
@@ -427,8 +384,7 @@ def test_epoch_means_have_one_name_in_the_run_of_both_loops(tmp_path):
         x, y = batch
         return {"loss": (model(x) - y).square().mean(), "size": len(x)}
 
-    config = {"runs": tmp_path / "trainer", "progress": "off"}
-    trainer = Trainer(config, model, optimizer, step_fn=step_fn)
+    trainer = Trainer(config(runs=tmp_path / "trainer"), model, optimizer, step_fn=step_fn)
     trainer.fit({"web": batches(2), "code": batches(1)})
     names = {record["name"] for record in read_records(trainer.run.path / "metrics.jsonl")}
     assert {"train/loss_epoch", "train/size_epoch", "train/dl_web/size_epoch"} <= names

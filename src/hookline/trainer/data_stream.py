@@ -138,19 +138,15 @@ class Stream:
         """Iterate over one epoch: batches with their numbers, and their loaders' numbers and names.
 
         Batches are counted within loader and epoch, from 0, also when a loader is started again.
-        `passes` start and end the passes over each loader.
+        `passes` start and end the passes over each loader; None if its position is not saved.
         """
-        passes = self._plain_passes() if passes is None else passes
         if self._order is None:
             return self._in_sequence(passes)
         return self._mixed(self._order, passes)
 
     def epoch_by_loader(self) -> Iterator[Iterator[_Tuple]]:
         """Iterate over one epoch of each loader, one after the other."""
-        return self._passes(self._plain_passes(), range(len(self.names)))
-
-    def _plain_passes(self) -> list[Passes]:
-        return [_PlainPasses(loader) for loader in self.loaders]
+        return self._passes(None, range(len(self.names)))
 
     def _check(self) -> None:
         lengths, mixing = self._lengths(), self._mixing
@@ -198,7 +194,7 @@ class Stream:
 
     # One loader after the other; also a single loader, whatever the order.
 
-    def _in_sequence(self, passes: Sequence[Passes]) -> Iterator[_Tuple]:
+    def _in_sequence(self, passes: Sequence[Passes] | None) -> Iterator[_Tuple]:
         wanted = self._mixing.length
         once = range(len(self.names))
         repeats = isinstance(wanted, int) and self._mixing.on_exhausted == "cycle"
@@ -209,7 +205,7 @@ class Stream:
 
     def _passes(
         self,
-        passes: Sequence[Passes],
+        passes: Sequence[Passes] | None,
         order: Iterable[int],
         is_last: Callable[[int], bool] = lambda idx: False,
     ) -> Iterator[Iterator[_Tuple]]:
@@ -217,20 +213,21 @@ class Stream:
         loaded = [0] * len(self.names)
         for idx in order:
             numbers = count(loaded[idx])
-            batches = self._start_pass(passes[idx], idx)
+            batches = self._start_pass(passes, idx)
             yield zip(batches, numbers, repeat(idx), repeat(self.names[idx]))
             before, loaded[idx] = loaded[idx], next(numbers)
-            passes[idx].end(loaded[idx] - before)
+            if passes is not None:
+                passes[idx].end(loaded[idx] - before)
             if is_last(idx):
                 return
 
-    def _start_pass(self, passes: Passes, idx: int) -> Iterator[Any]:
+    def _start_pass(self, passes: Sequence[Passes] | None, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
         loader, name = self.loaders[idx], self.names[idx]
         if id(loader) in self.started:
             why = "it is needed again, for another epoch or because it was too short"
             raise self._not_restartable(name, loader, why)
-        iterator = passes.start()
+        iterator = iter(loader) if passes is None else passes[idx].start()
         if iterator is loader:
             self.started.add(id(loader))
         first = next(iterator, _END)
@@ -242,7 +239,7 @@ class Stream:
 
     # Several loaders, mixed.
 
-    def _mixed(self, order: LoaderOrder, passes: Sequence[Passes]) -> Iterator[_Tuple]:
+    def _mixed(self, order: LoaderOrder, passes: Sequence[Passes] | None) -> Iterator[_Tuple]:
         """Return batches up to the epoch's length, or until one loader has ended, or all have."""
         wanted, total, n = self._mixing.length, self.length(), len(self.names)
         drops, is_shortest = self._mixing.on_exhausted == "drop", wanted == "shortest"
@@ -268,20 +265,6 @@ class Stream:
 
         limit = total if counts else wanted
         return islice(draw(), limit if isinstance(limit, int) else None)
-
-
-class _PlainPasses:
-    """Passes over a loader whose position is not saved."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-
-    def start(self) -> Iterator[Any]:
-        """Start a pass."""
-        return iter(self._loader)
-
-    def end(self, length: int) -> None:
-        """End a pass."""
 
 
 class LoaderOrder:

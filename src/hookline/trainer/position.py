@@ -419,7 +419,8 @@ def adapt_position(
         f" ({again} of them are trained on again)" if again > 0 else "",
         *(len(saved), processes.size),
     )
-    return {**_move(position, own), "now": now}
+    loaders = [{**loader, "pass": _move(loader["pass"], own)} for loader in position["loaders"]]
+    return {**position, "batches": own, "loaders": loaders, "now": now}
 
 
 def _check_position(position: Mapping[str, Any], before: int, now: int) -> None:
@@ -434,16 +435,12 @@ def _check_position(position: Mapping[str, Any], before: int, now: int) -> None:
         )
 
 
-def _move(position: Mapping[str, Any], batches: int) -> dict[str, Any]:
-    """Return the position after so many batches of the same pass."""
-    loaders = []
-    for loader in position["loaders"]:
-        passed = loader["pass"]
-        if passed is not None and passed.get("indices") is not None:
-            drawn = {"drawn": batches, "recent": [], "is_over": False}
-            passed = {**passed, "indices": {**passed["indices"], **drawn}}
-        loaders.append({**loader, "pass": passed})
-    return {**position, "batches": batches, "loaders": loaders}
+def _move(saved: Mapping[str, Any] | None, batches: int) -> Mapping[str, Any] | None:
+    """Return the state of a pass after so many of its batches."""
+    if saved is None or saved.get("indices") is None:
+        return saved
+    drawn = {"drawn": batches, "recent": [], "is_over": False}
+    return {**saved, "indices": {**saved["indices"], **drawn}}
 
 
 # -- the items of a trainer's checkpoint, apart from those of all loops ----------------------------
@@ -465,12 +462,6 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         context.validated = dict(state["validated"])
         trainer.position.load_state_dict(state, trainer.device)
 
-    def load_step(step: int) -> None:
-        context.step, context.step_in_progress = step, step + 1
-        for optimizer in trainer.optimizers:
-            # Else a scheduler that steps before the next optimizer step warns about their order.
-            optimizer._opt_called = step > 0  # type: ignore[attr-defined]
-
     def load_epoch(epoch: int) -> None:
         position, config = trainer.position, trainer.config
         is_over = position.epoch == trainer.max_epochs or context.step == config.max_steps
@@ -487,7 +478,6 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
 
     return [
-        StateItem("step", lambda: context.step, load_step),
         StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
         flag("round"),
         StateItem(

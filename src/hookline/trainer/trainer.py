@@ -106,7 +106,7 @@ from hookline.trainer.losses import (
 )
 from hookline.trainer.position import DataPosition, EpochProgress, make_items
 from hookline.trainer.progress import make_progress
-from hookline.trainer.strategies import SingleProcess, choose_accelerate, make_strategy
+from hookline.trainer.strategies import make_strategy
 from hookline.trainer.validation import Validation, has_ended_workers
 from hookline.updates import Identity as IdentityUpdate
 
@@ -164,10 +164,11 @@ class Trainer:
         fields, listed_hooks = split_hooks(config)
         self.config = checked_config(fields)
         device = device_for(self.config.device, checked_model(model))
-        if self._needs_accelerate or accelerator is not None:
-            self.config = choose_accelerate(self.config)
-        self.strategy = make_strategy(self.config, device, accelerator)
-        self.config = self.strategy.complete_config(self.config)
+        needs_accelerate = self._needs_accelerate or accelerator is not None
+        self.strategy = make_strategy(
+            self.config, device, accelerator, needs_accelerate=needs_accelerate
+        )
+        self.config = self.strategy.config
         self.accelerator = self.strategy.accelerator
         self.device = self.strategy.device
         self.model, self.optimizers = self.strategy.prepare(
@@ -207,7 +208,7 @@ class Trainer:
         if self._trackers is not None:
             self._trackers.is_signalled = lambda: self.loop.requests.has_signal
         self._dispatchers = self.hooks.dispatchers
-        self._plan = self._make_plan()
+        self._plan = _StepPlan(self)
         self.loop.watch, self.loop.on_fork = self._watch_model, self._leave_in_fork
         self.loop.listen()
 
@@ -249,12 +250,6 @@ class Trainer:
         loop.state.schedulers, loop.state.scaler = self.schedulers, self.strategy.scaler
         loop.state.add_items = partial(make_items, self)
         return loop
-
-    def _make_plan(self) -> _StepPlan:
-        several = self.train_data is not None and len(self.train_data.names) > 1
-        return _StepPlan(
-            self.config, self.strategy, self.optimizers, self.schedulers, multi_loader=several
-        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -633,7 +628,7 @@ class Trainer:
         context = loop.context
         loop.phase = Phase.STARTING
         loop.leave_in_forks()
-        self._plan = self._make_plan()
+        self._plan = _StepPlan(self)
         context.restart()
         context.validated = {}
         self.token_count.restart()
@@ -1304,15 +1299,8 @@ class Trainer:
 class _StepPlan:
     """Settings of a run as plain attributes: those of the configuration are slow to read."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        strategy: SingleProcess,
-        optimizers: list[torch.optim.Optimizer],
-        schedulers: list[Any],
-        *,
-        multi_loader: bool,
-    ) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        config, strategy, optimizers = trainer.config, trainer.strategy, trainer.optimizers
         self.accumulate = config.accumulate  # batches in a step
         self.limit = math.inf if config.max_steps is None else config.max_steps
         self.validate_every = config.validate_every_steps
@@ -1320,11 +1308,11 @@ class _StepPlan:
         self.has_optimizer_schedule = any(n > 1 for n in self.optimizer_every)
         self.due = list(enumerate(optimizers))  # those that step in this step, by number
         self.schedulers: list[list[Any]] = []  # of each optimizer, stepped after it
-        if schedulers and config.scheduler_every == "step":
+        if trainer.schedulers and config.scheduler_every == "step":
             self.schedulers = [
                 [
                     strategy.stepped_scheduler(scheduler)
-                    for scheduler in schedulers
+                    for scheduler in trainer.schedulers
                     if scheduler.optimizer is optimizer and not needs_metric(scheduler)
                 ]
                 for optimizer in optimizers
@@ -1334,4 +1322,4 @@ class _StepPlan:
         self.clips = config.clip_norm is not None or config.clip_value is not None
         self.reads_at_once = strategy.device.type == "cpu"  # there is no device to wait for
         self.loss_check = LossCheck(config.on_nan, deferred=not self.reads_at_once)
-        self.multi_loader = multi_loader
+        self.multi_loader = trainer.train_data is not None and len(trainer.train_data.names) > 1

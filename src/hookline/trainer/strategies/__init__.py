@@ -13,13 +13,24 @@ from hookline.errors import TrainingError
 from hookline.loop.processes import join_processes, local_rank, world_size
 from hookline.trainer.strategies.single_process import SingleProcess
 
-__all__ = ["SingleProcess", "choose_accelerate", "make_strategy"]
+__all__ = ["SingleProcess", "make_strategy"]
 
 
 def make_strategy(
-    config: TrainerConfig, device: torch.device, accelerator: Any = None
+    config: TrainerConfig, device: torch.device, accelerator: Any, *, needs_accelerate: bool
 ) -> SingleProcess:
-    """Return the strategy that the configuration names, for a process on this device."""
+    """Return the strategy that the configuration names, for a process on this device.
+
+    Raises:
+        TrainingError: it names another one than Accelerate's, which is needed.
+    """
+    if needs_accelerate:
+        if config.strategy not in ("auto", "accelerate"):
+            raise TrainingError(
+                f"The configuration has strategy='{config.strategy}', which does not use an "
+                "Accelerator. Use strategy='accelerate', or leave it out."
+            )
+        config = config.model_copy(update={"strategy": "accelerate"})
     if config.strategy == "accelerate" or (config.strategy == "auto" and _is_launched()):
         from hookline.trainer.strategies.accelerated import Accelerated
 
@@ -34,24 +45,13 @@ def make_strategy(
         )
     processes = join_processes(device)
     if processes.size == 1:
-        return SingleProcess(device, config.precision, processes)
+        return SingleProcess(device, config, processes)
     from hookline.trainer.strategies.several_processes import DataParallel, FullySharded
 
-    if config.strategy == "fsdp":
-        return FullySharded(device, config.precision, processes, config.fsdp)
-    return DataParallel(device, config.precision, processes, config.ddp)
+    kind = FullySharded if config.strategy == "fsdp" else DataParallel
+    return kind(device, config, processes)
 
 
 def _is_launched() -> bool:
     """Return whether `accelerate launch` has started this process, and Accelerate is installed."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ and find_spec("accelerate") is not None
-
-
-def choose_accelerate(config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration with the strategy for an Accelerator; raise if it has another."""
-    if config.strategy not in ("auto", "accelerate"):
-        raise TrainingError(
-            f"The configuration has strategy='{config.strategy}', which does not use an "
-            "Accelerator. Use strategy='accelerate', or leave it out."
-        )
-    return config.model_copy(update={"strategy": "accelerate"})

@@ -36,12 +36,12 @@ class Accelerated(SingleProcess):
         if accelerator is None:
             accelerator = _make_accelerator(config)
         _check_accelerator(accelerator, config)
-        super().__init__(accelerator.device, "fp32", join_processes(accelerator.device))
+        super().__init__(accelerator.device, config, join_processes(accelerator.device))
         self.accelerator = accelerator
-        self.scaler = accelerator.scaler
+        self._dtype, self.scaler = None, accelerator.scaler  # the prepared forward is autocast
         self.needs_transfer = accelerator.device.type != "cpu" and accelerator.device_placement
         self.is_sharded = self.forward_is_collective = bool(accelerator.is_fsdp2)
-        self._accumulate = 1
+        self.config = self._complete(config)
         self._model: Any = None  # as it was prepared
         self._optimizers: dict[int, Any] = {}  # the prepared ones, by the id of those within
         self._schedulers: dict[int, Any] = {}  # the same; only those that the user has prepared
@@ -49,7 +49,7 @@ class Accelerated(SingleProcess):
 
     # -- settings ---------------------------------------------------------------------------------
 
-    def complete_config(self, config: TrainerConfig) -> TrainerConfig:
+    def _complete(self, config: TrainerConfig) -> TrainerConfig:
         """Return the configuration with the Accelerator's precision and accumulation, or raise."""
         accelerator = self.accelerator
         precision = _PRECISIONS[accelerator.mixed_precision]
@@ -67,7 +67,6 @@ class Accelerated(SingleProcess):
                 f"The configuration has accumulate={accumulate}, but the Accelerator has "
                 f"gradient_accumulation_steps={steps}. Leave one of them out."
             )
-        self._accumulate = accumulate
         accelerator.gradient_accumulation_steps = accumulate
         return config.model_copy(update={"precision": precision, "accumulate": accumulate})
 
@@ -117,7 +116,8 @@ class Accelerated(SingleProcess):
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the prepared model, which the loop calls."""
-        self.accelerator.gradient_accumulation_steps = self._accumulate  # Accelerators share it
+        # Accelerators share it.
+        self.accelerator.gradient_accumulation_steps = self.config.accumulate
         if isinstance(self._model, DistributedDataParallel | FSDPModule):
             self._sync = GradientSync(self._model)
         self.begin_batch(completes_step=True, sync=True)

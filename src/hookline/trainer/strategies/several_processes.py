@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hookline.config.trainer_config import DDPConfig, FSDPConfig
+from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import TrainingError, listed
 from hookline.loop.broadcasts import BufferBroadcast, broadcast_weights
 from hookline.loop.processes import SingleProcessGroup
 from hookline.tensors.name_patterns import matches_glob
 from hookline.tensors.sharded import whole
-from hookline.trainer.strategies.single_process import Precision, SingleProcess
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from hookline.trainer.strategies.single_process import SingleProcess
 
 
 class GradientSync:
@@ -72,16 +69,6 @@ class GradientSync:
 class DataParallel(SingleProcess):
     """Train the same model in several processes on different batches; gradients are averaged."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        processes: SingleProcessGroup,
-        config: DDPConfig,
-    ) -> None:
-        super().__init__(device, precision, processes)
-        self._config = config
-
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
@@ -95,8 +82,8 @@ class DataParallel(SingleProcess):
         wrapper = DistributedDataParallel(
             model,
             device_ids=None if self.device.type == "cpu" else [self.device],
-            find_unused_parameters=self._config.find_unused_parameters,
-            gradient_as_bucket_view=self._config.gradient_as_bucket_view,
+            find_unused_parameters=self.config.ddp.find_unused_parameters,
+            gradient_as_bucket_view=self.config.ddp.gradient_as_bucket_view,
         )
         self._sync = GradientSync(wrapper)
         return wrapper
@@ -109,22 +96,15 @@ class FullySharded(SingleProcess):
     forward_is_collective = True
 
     def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        processes: SingleProcessGroup,
-        config: FSDPConfig,
+        self, device: torch.device, config: TrainerConfig, processes: SingleProcessGroup
     ) -> None:
-        super().__init__(device, precision, processes)
+        super().__init__(device, config, processes)
         if self.scaler is not None:
             raise TrainingError(
                 "precision='fp16' is not supported with strategy='fsdp'. Use 'bf16' or 'fp32'."
             )
-        self._policy = MixedPrecisionPolicy(
-            param_dtype=_DTYPES.get(precision), reduce_dtype=torch.float32
-        )
+        self._policy = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         self._dtype = None  # FSDP2 casts by itself
-        self._config = config
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
@@ -140,10 +120,7 @@ class FullySharded(SingleProcess):
                     "before the model is sharded. Make the optimizer anew, and let "
                     "`fit(resume_from=…)` restore its state."
                 )
-        model.to(self.device)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, src=0)
+        broadcast_weights(model.to(self.device))
         names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._shard(model)
         sharded = dict(model.named_parameters(remove_duplicate=False))
@@ -157,9 +134,9 @@ class FullySharded(SingleProcess):
         options: Any = {
             "mesh": mesh,
             "mp_policy": self._policy,
-            "reshard_after_forward": self._config.reshard_after_forward,
+            "reshard_after_forward": self.config.fsdp.reshard_after_forward,
         }
-        for module in find_units(model, self._config.wrap):
+        for module in find_units(model, self.config.fsdp.wrap):
             fully_shard(module, **options)
         fully_shard(model, **options)
 

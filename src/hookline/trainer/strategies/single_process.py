@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,14 @@ from hookline.tensors.norms import global_norm
 if TYPE_CHECKING:
     from hookline.trainer.strategies.several_processes import GradientSync
 
-Precision = Literal["fp32", "bf16", "fp16"]
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class SingleProcess:
-    """Train in one process on one device; `fp16` has a gradient scaler."""
+    """Train in one process on one device; `fp16` has a gradient scaler.
+
+    Its `config` also has the settings that are made elsewhere.
+    """
 
     is_sharded = False  # whether each process has a shard of each parameter
     forward_is_collective = False  # whether all processes have to call the model equally often
@@ -29,22 +32,18 @@ class SingleProcess:
     accelerator: Any = None  # the `Accelerator`, if there is one
 
     def __init__(
-        self, device: torch.device, precision: Precision, processes: SingleProcessGroup
+        self, device: torch.device, config: TrainerConfig, processes: SingleProcessGroup
     ) -> None:
-        self.device, self.processes = device, processes
+        self.device, self.processes, self.config = device, processes, config
         self.needs_transfer = device.type != "cpu"
-        self.scaler = torch.amp.GradScaler(device.type) if precision == "fp16" else None
-        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
+        self._dtype = _DTYPES.get(config.precision)  # that forward and loss are autocast to
         self._sync: GradientSync | None = None  # with several processes, in a run
 
     @property
     def is_distributed(self) -> bool:
         """Whether other processes take part in the run."""
         return self.processes.size > 1
-
-    def complete_config(self, config: TrainerConfig) -> TrainerConfig:
-        """Return the configuration with the settings that are made elsewhere."""
-        return config
 
     def prepare(
         self, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
