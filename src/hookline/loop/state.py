@@ -444,8 +444,9 @@ class LoopState:
     def _load_step(self, step: int) -> None:
         self._context.step, self._context.step_in_progress = step, step + 1
         for optimizer in self.optimizers:
-            # Else a scheduler that steps before the next optimizer step warns about their order.
-            optimizer._opt_called = step > 0  # type: ignore[attr-defined]
+            if isinstance(optimizer, torch.optim.Optimizer):
+                # Else a scheduler that steps before the next optimizer step warns about the order.
+                optimizer._opt_called = step > 0  # type: ignore[attr-defined]
 
     def _load_means(self, state: Any) -> None:
         self._context.means.load_state_dict(state)
