@@ -344,7 +344,7 @@ class StepWatch:
         scaler = self.scaler
         if self._scaled is not None and self._scaled[0]() is loss:
             scaler = self._scaled[1]
-        versions = [gradient_versions(optimizer) for optimizer in self.optimizers]
+        versions = list(map(gradient_versions, self.optimizers))
         backward = self._backward = Backward(loss, versions, scaler)
         if given is not None:
             backward.loss, backward.given = given, True
