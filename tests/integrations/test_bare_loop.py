@@ -312,15 +312,6 @@ def test_outputs_that_outlive_the_session_are_left_alone():
     assert not output._backward_hooks
 
 
-def test_the_same_model_can_be_attached_again():
-    model, optimizer = make()
-    for _ in range(2):
-        hook = everything()
-        with hookline.attach(model, optimizer, hooks=[hook]):
-            train(model, optimizer, batches(2))
-        assert hook.told.count("on_step_end") == 2
-
-
 def test_two_sessions_at_once_both_see_everything_and_leave_in_any_order():
     model, optimizer = make()
     before = snapshot(model)
