@@ -61,7 +61,8 @@ class LazyFloat(_Float):
             except OverflowError:
                 value = to_float(number)
             self._value = value  # releases the tensor
-        return cast(float, value)
+        result: float = value
+        return result
 
     def read_with(self, other: LazyFloat) -> None:
         """Read this and another number from their device in one transfer, when one is used."""

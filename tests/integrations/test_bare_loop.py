@@ -312,15 +312,6 @@ def test_outputs_that_outlive_the_session_are_left_alone():
     assert not output._backward_hooks
 
 
-def test_the_same_model_can_be_attached_again():
-    model, optimizer = make()
-    for _ in range(2):
-        hook = everything()
-        with hookline.attach(model, optimizer, hooks=[hook]):
-            train(model, optimizer, batches(2))
-        assert hook.told.count("on_step_end") == 2
-
-
 def test_two_sessions_at_once_both_see_everything_and_leave_in_any_order():
     model, optimizer = make()
     before = snapshot(model)
@@ -428,4 +419,4 @@ def test_the_hook_that_everybody_writes_costs_few_calls_and_operations():
         sys.setprofile(None)
     operations = {each.key: each.count for each in profile.key_averages()}
     assert operations["aten::_foreach_norm"] == operations["aten::stack"] == 1
-    assert len(calls) <= 40, calls  # Python calls are what most of its time is spent on
+    assert len(calls) <= 36, calls  # Python calls are what most of its time is spent on

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import Net, batches, make, recorder, same, train, weights
+from loops import batches, make, recorder, train
 from torch.nn import functional as F
 
 import hookline
@@ -55,19 +55,6 @@ def test_the_report_at_the_end_can_be_turned_off(
         assert session.run is not None
         written.append((session.run.path / "report.html").exists())
     assert written == [True, False]
-
-
-def test_the_record_changes_nothing_in_training(tmp_path: Path) -> None:
-    found = []
-    for runs in (None, tmp_path):
-        model, optimizer = make()
-        with hookline.attach(model, optimizer, runs=runs):
-            losses = train(model, optimizer, batches(5))
-        found.append((losses, weights(model)))
-        assert not model._forward_hooks
-        assert not model._forward_pre_hooks
-    assert found[0][0] == found[1][0]
-    assert same(found[0][1], found[1][1])
 
 
 def test_without_a_folder_nothing_of_the_record_is_loaded_or_put_on_the_model() -> None:
@@ -408,16 +395,6 @@ def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert session.run is None
     assert hook.told == [("on_step_end", {"run": None})]
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_was_compiled_in_place_is_recorded(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    model.compile(backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hookline.attach(model, optimizer, runs=tmp_path):
-        losses = train(model, optimizer, batches(2))
-    assert [row[2] for row in rows(only(tmp_path))] == losses
 
 
 def test_what_is_logged_when_training_is_over_is_dropped(tmp_path: Path) -> None:

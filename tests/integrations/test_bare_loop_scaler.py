@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from loops import batches, make, recorder, same, snapshot, weights
+from loops import batches, make, recorder, same, weights
 from torch import nn
 from torch.nn import functional as F
 
@@ -180,28 +180,3 @@ def test_going_around_the_scaler_is_refused():
     ):
         scaler.scale(F.mse_loss(model(x), y)).backward()
         optimizer.step()
-
-
-def test_a_disabled_scaler_is_as_good_as_none():
-    hook = recorder(on_step_end=("loss",))
-    model, optimizer = make()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    with hookline.attach(model, optimizer, hooks=[hook], scaler=scaler):
-        losses = scaled_loop(model, optimizer, scaler, batches(2))
-    assert [float(arguments["loss"]) for _, arguments in hook.told] == losses
-
-
-def test_the_scaler_is_as_it_was_after_the_last_session_has_left():
-    model, optimizer = make()
-    scaler = torch.amp.GradScaler("cpu")
-    before = snapshot(scaler)
-    a = hookline.attach(model, optimizer, hooks=[recorder("on_step_end")], scaler=scaler)
-    b_hook = recorder("on_step_end")
-    b = hookline.attach(model, optimizer, hooks=[b_hook], scaler=scaler)
-    a.detach()
-    scaled_loop(model, optimizer, scaler, batches(1))
-    assert b_hook.told == ["on_step_end"]
-    b.detach()
-    assert "step" not in vars(scaler)
-    assert "unscale_" not in vars(scaler)
-    assert snapshot(scaler).keys() == before.keys()

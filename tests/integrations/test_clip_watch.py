@@ -7,8 +7,6 @@ import torch
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
-from torch.nn.utils import clip_grads_with_norm_ as scale_by_name
-from torch.nn.utils import get_total_norm as norm_by_name
 
 from hookline.errors import LoopError
 from hookline.loop import clip_watch
@@ -63,44 +61,6 @@ def test_another_torch_is_an_error_that_names_the_function(monkeypatch):
     monkeypatch.undo()
     assert not clip_patch
     assert not clip_patch._replaced
-
-
-def test_a_function_imported_by_name_is_noticed_with_its_norm(listener, model):
-    norm = clip_grad_norm_(model.parameters(), 1.0)
-    assert norm.item() == pytest.approx(NORM)
-    assert listener.before == [("clip_grad_norm_", 2, 2.0)]
-    assert listener.after == [("clip_grad_norm_", norm.item())]
-    assert torch.linalg.vector_norm(
-        torch.cat([p.grad.flatten() for p in model.parameters()])
-    ).item() == pytest.approx(1.0)
-
-
-def test_clipping_by_value_and_the_public_pair_are_noticed(listener, model):
-    clip_grad_value_(model.parameters(), 1.5)
-    gradients = [p.grad for p in model.parameters()]
-    norm = norm_by_name(gradients, 1.0)
-    scale_by_name(model.parameters(), 1.0, norm)
-    assert listener.before == [
-        ("clip_grad_value_", 2, None),
-        ("get_total_norm", 2, 1.0),
-        ("clip_grads_with_norm_", 2, None),
-    ]
-    assert norm.item() == pytest.approx(12.0)
-    assert gradients[0][0, 0].item() == pytest.approx(1.5 / 12.0)
-
-
-def test_a_listener_may_replace_the_gradients_that_a_norm_is_taken_of(model):
-    class Doubling(Listener):
-        def before_clip(self, call: ClipCall) -> None:
-            call.tensors = [2 * tensor for tensor in call.tensors]
-
-    listener = Doubling()
-    clip_patch.add(listener)
-    try:
-        norm = norm_by_name([p.grad for p in model.parameters()])
-    finally:
-        clip_patch.remove(listener)
-    assert norm.item() == pytest.approx(2 * NORM)
 
 
 def test_torch_is_as_it_was_when_the_last_listener_has_left(model):

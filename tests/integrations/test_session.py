@@ -118,25 +118,6 @@ def test_numbers_are_not_read_from_the_device_until_somebody_looks(monkeypatch):
     assert reads
 
 
-def test_epochs_are_counted_and_their_metrics_are_means():
-    hook, model, optimizer = tell(
-        on_epoch_start=("epoch",), on_step_end=("epoch",), on_epoch_end=("epoch", "metrics")
-    )
-    losses = []
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        for _ in range(2):
-            with session.epoch():
-                for x, y in session.batches(batches(3)):
-                    session.log("size", 4)
-                    losses += train(model, optimizer, [(x, y)])
-    ends = [a for name, a in hook.told if name == "on_epoch_end"]
-    assert [end["epoch"] for end in ends] == [0, 1]
-    assert ends[0]["metrics"]["train/loss"] == pytest.approx(sum(losses[:3]) / 3)
-    assert ends[1]["metrics"]["train/loss"] == pytest.approx(sum(losses[3:]) / 3)
-    assert ends[0]["metrics"]["train/size"] == 4
-    assert [a["epoch"] for name, a in hook.told if name == "on_step_end"] == [0, 0, 0, 1, 1, 1]
-
-
 def test_validation_is_told_with_means_and_under_both_names():
     hook, model, optimizer = tell(
         on_validation_start=("epoch",),
@@ -162,18 +143,6 @@ def test_validation_is_told_with_means_and_under_both_names():
     assert told["on_eval_end"]["metrics"]["eval/perplexity"] == pytest.approx(7.389, rel=1e-3)
     assert told["on_eval_end"]["step"] == 1
     assert told["on_epoch_end"]["metrics"]["val/loss"] == 2.0
-
-
-def test_a_batch_goes_on_after_a_validation_within_it():
-    hook, model, optimizer = tell(on_train_batch_end=("batch_idx", "loader_name"))
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        for x, y in session.batches(batches(2)):
-            with session.validation():
-                for _ in session.batches([1, 2, 3]):
-                    pass
-            train(model, optimizer, [(x, y)])
-    told = [(a["batch_idx"], a["loader_name"]) for _, a in hook.told]
-    assert told == [(0, "train"), (1, "train")]
 
 
 def test_means_of_half_precision_numbers_are_not_rounded_on_the_way():
@@ -403,15 +372,6 @@ def test_with_several_optimizers_the_norm_of_the_step_is_that_of_all_gradients()
     assert float(first["grad_norm"]) < float(end["grad_norm"])
 
 
-def test_the_norm_of_a_step_that_the_session_clipped_is_the_one_before_clipping():
-    hook, model, optimizer = tell(on_gradient_clip=("grad_norm",), on_step_end=("grad_norm",))
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        train(model, optimizer, batches(1), lambda: session.clip(0.01))
-        after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-    assert float(hook.told[0][1]["grad_norm"]) == float(hook.told[1][1]["grad_norm"]) > 0.1
-    assert after.item() == pytest.approx(0.01, rel=1e-3)
-
-
 # -- ends -----------------------------------------------------------------------------------------
 
 
@@ -478,20 +438,6 @@ def test_a_critical_hook_that_fails_stops_the_loop():
         train(model, optimizer, batches(5))
     assert session.step == 2
     assert session.status == "error"
-
-
-def test_a_failing_hook_does_not_stop_the_loop(caplog):
-    class Fails(hookline.Hook):
-        def on_step_end(self):
-            raise RuntimeError("my bad")
-
-    hook, model, optimizer = tell("on_step_end")
-    with hookline.attach(model, optimizer, hooks=[Fails(), hook]) as session:
-        train(model, optimizer, batches(5))
-    assert len(hook.told) == 5
-    assert session.status == "completed"
-    failed = session.hooks.describe()[0]
-    assert (failed.name, failed.failures, failed.status) == ("fails", 3, "failed")
 
 
 def test_a_hook_may_end_a_loop_over_session_batches():
@@ -591,11 +537,6 @@ def test_a_hook_may_set_should_stop():
     assert (session.step, session.status) == (2, "stopped")
 
 
-def test_on_stop_takes_two_words():
-    with pytest.raises(ValueError, match="warn"):
-        hookline.attach(*make(), on_stop="explode")
-
-
 def test_hooks_may_talk_to_each_other_through_the_trainer():
     class Puts(hookline.Hook):
         def on_step_end(self, trainer):
@@ -634,20 +575,24 @@ def test_schedules_see_whole_steps():
     ]
 
 
-def test_a_validation_between_micro_batches_keeps_the_loss_of_the_batch():
-    hook, model, optimizer = tell(on_train_batch_end=("loss",))
+def test_a_batch_goes_on_after_a_validation_within_it():
+    hook, model, optimizer = tell(on_train_batch_end=("batch_idx", "loader_name", "loss"))
+    losses = []
     with hookline.attach(model, optimizer, hooks=[hook]) as session:
         for idx, (x, y) in enumerate(session.batches(batches(4))):
-            F.mse_loss(model(x), y).backward()
+            loss = F.mse_loss(model(x), y)
+            losses.append(loss.item())
+            loss.backward()
             if idx == 0:
                 with session.validation():
-                    session.log("loss", 1.0)
+                    for _ in session.batches([1, 2, 3]):
+                        session.log("loss", 1.0)
             if idx % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    losses = [values["loss"] for _, values in hook.told]
-    assert len(losses) == 4
-    assert all(math.isfinite(loss) for loss in losses)
+    assert [tuple(told.values()) for _, told in hook.told] == [
+        (idx, "train", loss) for idx, loss in enumerate(losses)
+    ]
 
 
 def test_a_checkpoint_is_reported_with_an_epoch_only_for_a_certain_step():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -77,10 +78,41 @@ def test_hooks_see_the_same_in_loops_as_people_write_them(loop, expected, tmp_pa
     assert sees.values == pytest.approx(expected[0].values, rel=1e-5)
     assert ticks == expected[1] == [2, 4, 6]
     for name, value in expected[2].items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(weights[name], value), name
     (saved,) = (session.run.path / "checkpoints").glob("*step*")
     assert saved.is_dir()
     assert session.status == "completed"
+
+
+class NoSession:
+    """Stands for the session in a loop without hooks: nothing is attached."""
+
+    step = 0
+    epoch = validation = nullcontext
+    batches = staticmethod(iter)
+
+    def __enter__(self) -> NoSession:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+    def log(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize("loop", LOOPS_AS_WRITTEN)
+def test_weights_are_bit_identical_to_those_of_the_loop_without_hooks(
+    loop, tmp_path, monkeypatch
+) -> None:
+    hooks = [Sees(), hookline.GradientMonitor(), {"name": "model_checkpoint", "every_n_steps": 6}]
+    model, _ = LOOPS_AS_WRITTEN[loop](hooks, tmp_path)
+    random_state = torch.get_rng_state()
+    monkeypatch.setattr(hookline, "attach", lambda *args, **options: NoSession())
+    without, _ = LOOPS_AS_WRITTEN[loop]([], tmp_path)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    weights = model.state_dict()
+    assert weights.keys() == without.state_dict().keys()
+    for name, value in without.state_dict().items():
+        assert torch.equal(weights[name], value), name
 
 
 class Words(nn.Module):

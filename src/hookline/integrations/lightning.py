@@ -32,6 +32,7 @@ from hookline.integrations.lightning_parts import (
     called_parts,
     find_package,
 )
+from hookline.loop.event_context import parameters_of
 from hookline.loop.model_watch import ForwardTargets
 from hookline.loop.rank_sync import is_sharded_loop, trains_together
 from hookline.tensors.full_tensor import full_tensor
@@ -303,7 +304,7 @@ class HooklineCallback(_Callback):
         session, own = self.session, unwrap_optimizer(optimizer)
         if not session.is_training or not session.is_watched(own):
             return
-        if all(p.grad is None for group in own.param_groups for p in group["params"]):
+        if all(parameter.grad is None for parameter in parameters_of(own)):
             session.skip_optimizer_step(session.optimizers.index(own), "there are no gradients")
         elif pl_module.automatic_optimization and session.scaler is None:
             fire = session.hooks.dispatchers

@@ -31,9 +31,12 @@ class RuntimeProfile(BuiltIn):
     - `optimizer`: clipping, the step and its schedulers, in batches that complete a step.
 
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are computed over the
-    whole time except validation and checkpoints. `profile/memory_peak_mb` is the peak of allocated
-    memory on an accelerator, whose phases except `data` are timed on the device itself; without
-    one, `profile/memory_resident_mb` is the memory of the process.
+    whole time except validation and checkpoints. Samples are those of batches that are seen; tokens
+    are also counted without them, where an `Embedding` gets them.
+
+    `profile/memory_peak_mb` is the peak of allocated memory on an accelerator, whose phases except
+    `data` are timed on the device itself; without one, `profile/memory_resident_mb` is the memory
+    of the process.
 
     Args:
         every: report every N optimizer steps.
@@ -83,17 +86,17 @@ class RuntimeProfile(BuiltIn):
     def on_train_batch_start(self, dataloader_name: str, step: int, tokens_seen: int = 0) -> None:
         """End the data phase, and begin the forward phase."""
         self._has_batches = True
-        if step != self._step:  # steps before were not measured, nor when loading began
-            self._tokens_before, self._throughput_since = tokens_seen, None
         self._loader = dataloader_name
         self._completes_step = False
-        self._begin_forward(step)
+        self._begin_forward(step, tokens_seen)
 
-    def on_before_forward(self, step: int) -> None:
+    def on_before_forward(self, step: int, tokens_seen: int = 0) -> None:
         if not self._has_batches:
-            self._begin_forward(step)
+            self._begin_forward(step, tokens_seen)
 
-    def _begin_forward(self, step: int) -> None:
+    def _begin_forward(self, step: int, tokens_seen: int) -> None:
+        if step != self._step:  # steps before were not measured, nor when loading began
+            self._tokens_before, self._throughput_since = tokens_seen, None
         since = self._idle_since if step == self._step else None
         self._data_ms = None if since is None else elapsed_ms(since, perf_counter())
         self._step = step
@@ -127,18 +130,23 @@ class RuntimeProfile(BuiltIn):
         """End the optimizer phase, and count samples and tokens."""
         if self._completes_step:
             self._clock.lap((self._loader, "optimizer"))
+        self._count(samples_in(batch), tokens_seen)
+
+    def _count(self, samples: int, tokens_seen: int) -> None:
+        """Count samples and tokens, and the time since the last ones."""
         now = perf_counter()
         if self._throughput_since is not None:
-            self._samples += samples_in(batch)
+            self._samples += samples
             self._tokens += tokens_seen - self._tokens_before
             self._seconds += now - self._throughput_since
         self._tokens_before = tokens_seen
         self._throughput_since = self._idle_since = now
 
-    def on_step_end(self, trainer: Any, step: int) -> None:
+    def on_step_end(self, trainer: Any, step: int, tokens_seen: int = 0) -> None:
         if not self._has_batches and self._completes_step:
             self._clock.lap((self._loader, "optimizer"))
             self._completes_step = False
+            self._count(0, tokens_seen)  # samples are not known
         if step % self.every == 0 and step != self._reported:
             self._reported = step
             for name, value in self._report():
@@ -159,10 +167,10 @@ class RuntimeProfile(BuiltIn):
     def _report(self) -> Iterator[tuple[str, float]]:
         for (loader, phase), (total, count) in self._clock.take().items():
             yield f"profile/train/dl_{loader}/time_{phase}_ms", total / count
-        if self._seconds:
+        if self._samples:
             yield "profile/train/samples_per_second", self._samples / self._seconds
-            if self._tokens:
-                yield "profile/train/tokens_per_second", self._tokens / self._seconds
+        if self._tokens:
+            yield "profile/train/tokens_per_second", self._tokens / self._seconds
         yield from _memory(self._device)
 
 

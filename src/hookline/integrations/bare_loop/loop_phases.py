@@ -148,8 +148,8 @@ class LoopPhases:
         if watch.dispatchers.on_train_batch_end is not None:
             loss = watch.batch_loss() if watch.losses.wanted else None
             known = {} if loss is None else {"loss": loss}
-            wants_more = self.other_metrics is not None and watch.needs.batch_metrics
-            more = self.other_metrics() if wants_more and self.other_metrics is not None else {}
+            others = self.other_metrics if watch.needs.batch_metrics else None
+            more = {} if others is None else others()
             context.event_metrics = Metrics({**known, **batch.logged, **more})
             self.session.fire("on_train_batch_end")
         watch.losses.of_batch = None

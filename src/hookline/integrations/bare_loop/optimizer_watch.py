@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import ArgumentError, NotProvidedError
+from hookline.loop.event_context import parameters_of
 from hookline.loop.model_watch import keep_out_of_graphs
 from hookline.loop.patches import WrappedMethods, calling_frames
 
@@ -185,12 +186,12 @@ def _do_nothing(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def holds_any(optimizer: Any, parameters: set[int]) -> bool:
     """Return whether an optimizer has one of these parameters, given by id."""
-    return any(id(p) in parameters for group in optimizer.param_groups for p in group["params"])
+    return any(id(parameter) in parameters for parameter in parameters_of(optimizer))
 
 
 def hold_all(optimizers: Sequence[Any], model: torch.nn.Module) -> bool:
     """Return whether optimizers have all parameters of a model that are trained."""
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    held = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
     return all(id(p) in held for p in model.parameters() if p.requires_grad)
 
 

@@ -65,7 +65,7 @@ from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
 from hookline.loop.control_requests import SaveRequest
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
-from hookline.loop.event_context import EventContext, device_of
+from hookline.loop.event_context import EventContext, device_of, parameters_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
 from hookline.loop.model_watch import ForwardTargets, models_in, unwrapped
 from hookline.loop.phase_times import PhaseTimes
@@ -1051,8 +1051,8 @@ class Session:
         norms: list[torch.Tensor] = []
         for clipped in self.optimizers:
             if optimizer is None or optimizer is clipped:
-                parameters = [p for group in clipped.param_groups for p in group["params"]]
-                norms.append(torch.nn.utils.clip_grad_norm_(parameters, max_norm, **options))
+                given = parameters_of(clipped)
+                norms.append(torch.nn.utils.clip_grad_norm_(given, max_norm, **options))
         total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
         return norms[0] if len(norms) == 1 else total
 

@@ -46,6 +46,7 @@ from hookline.loop.event_context import (
     gradients_of,
     have_gradients_changed,
     norm_or_nan,
+    parameters_of,
 )
 from hookline.loop.model_watch import (
     ForwardTargets,
@@ -344,7 +345,7 @@ class StepWatch:
         scaler = self.scaler
         if self._scaled is not None and self._scaled[0]() is loss:
             scaler = self._scaled[1]
-        versions = [gradient_versions(optimizer) for optimizer in self.optimizers]
+        versions = list(map(gradient_versions, self.optimizers))
         backward = self._backward = Backward(loss, versions, scaler)
         if given is not None:
             backward.loss, backward.given = given, True
@@ -557,8 +558,7 @@ class StepWatch:
         owners = {
             id(parameter.grad): parameter
             for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None
         }
         given = {id(owners[id(tensor)]) for tensor in call.tensors if id(tensor) in owners}
@@ -790,9 +790,8 @@ class StepWatch:
             self._requests.skips[i] = "another process asked"
             skips = True
         if skips:
-            for group in self.optimizers[i].param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+            for parameter in parameters_of(self.optimizers[i]):
+                parameter.grad = None
 
     def _skip_optimizer_step(self, i: int, reason: str) -> None:
         self.loop.record.step_skipped(self.context.step, reason, i)

@@ -12,7 +12,7 @@ import torch
 from hookline.errors import LoopError
 from hookline.integrations.attach import attach
 from hookline.integrations.library_session import LibrarySession
-from hookline.integrations.scripts.loop_watch import find_parts
+from hookline.integrations.scripts.loop_watch import find_parts, has_parameters
 
 Parts = Mapping[str, Any]
 Optimizers = list[torch.optim.Optimizer]
@@ -78,11 +78,10 @@ def find_parts_of(trainer: Any, optimizers: Optimizers) -> Parts | None:
 
 def _trained_models(referred: list[Any], optimizers: Optimizers) -> list[torch.nn.Module]:
     """Return the outermost of these modules that have parameters of the optimizers."""
-    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     models: dict[int, torch.nn.Module] = {
         id(each): each
         for each in referred
-        if isinstance(each, torch.nn.Module) and any(id(p) in trained for p in each.parameters())
+        if isinstance(each, torch.nn.Module) and has_parameters(each, optimizers)
     }
     inner = {id(part) for each in models.values() for part in list(each.modules())[1:]}
     return [each for each in models.values() if id(each) not in inner]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from hookline.integrations.bare_loop.loop_parts import foreign_optimizers
+from hookline.loop.event_context import parameters_of
 
 PATIENCE = 10
 """Steps of other optimizers after which an optimizer without steps, or models, is left out."""
@@ -119,7 +120,7 @@ class LoopWatch:
         if self.is_paused or not _is_plain_call():
             return
         is_between_steps = not self._place.called_since_step and not self._place.is_stepping
-        if not _has_parameters(module, list(self.optimizers)):
+        if not has_parameters(module, list(self.optimizers)):
             if self._finds_strangers and any(p.requires_grad for p in module.parameters()):
                 self._strangers.add(module)
                 if is_between_steps:
@@ -190,7 +191,7 @@ class LoopWatch:
             if rest:
                 return
         used = [each for each in bound if each in used]
-        models = [each for each in models if _has_parameters(each, used)]
+        models = [each for each in models if has_parameters(each, used)]
         if used and models:
             self._attach(models, used)
 
@@ -306,11 +307,7 @@ def _is_plain_call() -> bool:
 
 def _trained(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer trains."""
-    return {id(p) for p in _parameters(optimizer) if p.requires_grad}
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+    return {id(p) for p in parameters_of(optimizer) if p.requires_grad}
 
 
 def _overlap(optimizers: list[torch.optim.Optimizer]) -> bool:
@@ -319,6 +316,7 @@ def _overlap(optimizers: list[torch.optim.Optimizer]) -> bool:
     return len(set[int]().union(*sets)) < sum(map(len, sets))
 
 
-def _has_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> bool:
+def has_parameters(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether a module has parameters that these optimizers train."""
     own = {id(parameter) for parameter in model.parameters()}
     return any(own & _trained(each) for each in optimizers)
