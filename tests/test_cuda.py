@@ -1,4 +1,4 @@
-"""What needs CUDA. These tests are left out without it, and have not been run on it yet."""
+"""Tests that need CUDA. They are left out without it, and have not been run on it yet."""
 
 from __future__ import annotations
 

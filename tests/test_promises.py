@@ -221,7 +221,7 @@ class Toggled(hookline.Hook):
 
 
 class Parts:
-    """What is trained: a model, an optimizer and a scheduler, with hooks."""
+    """The objects that are trained: a model, an optimizer and a scheduler, with hooks."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.model, self.optimizer = make(momentum=0.9)

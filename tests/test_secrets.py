@@ -492,7 +492,7 @@ def test_a_declared_secret_is_masked_in_copies_and_descriptions() -> None:
 
 
 def test_the_saved_state_of_hooks_is_not_masked(tmp_path: Path) -> None:
-    """What a hook saves is restored exactly; hooks must not put secrets in their state."""
+    """The state of a hook is restored exactly; hooks must not put secrets in their state."""
     states: list[Any] = []
 
     class Stateful(hookline.Hook):

@@ -60,7 +60,7 @@ def assert_close(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    """What one process has, what each of two ranks has, and the folder."""
+    """Return what one process has, what each of two ranks has, and the folder."""
     folder = tmp_path_factory.mktemp("sharded")
     one = train(folder / "one", accumulate=2)  # a step has as many batches as with two ranks
     run_ranks(SCRIPT, folder, "all")

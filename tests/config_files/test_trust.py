@@ -1,4 +1,4 @@
-"""What a config file may name, and who may allow more."""
+"""Packages that a config file may name, and who may allow more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hooks cost: calls are exact, time is estimated from samples."""
+"""The cost of hooks: calls are exact, time is estimated from samples."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What hooks get: plain Python values, unless a parameter is annotated otherwise."""
+"""Hooks get plain Python values, unless a parameter is annotated otherwise."""
 
 from __future__ import annotations
 

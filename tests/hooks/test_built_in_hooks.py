@@ -1,4 +1,4 @@
-"""What all built-in hooks have in common: options that are checked, and remembered."""
+"""All built-in hooks: options that are checked, and remembered."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What DebugHook finds, what it says of it, and what it does then."""
+"""DebugHook: its findings, their messages, and its actions."""
 
 from __future__ import annotations
 

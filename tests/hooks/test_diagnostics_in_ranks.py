@@ -16,7 +16,7 @@ import hookline
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the first of two processes logged; comparisons of ranks are made there."""
+    """Return what the first of two processes logged; comparisons of ranks are made there."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(Path(diagnostics_ranks.__file__).name, folder)
     return dict(json.loads((folder / "found.json").read_text()))

@@ -1,4 +1,4 @@
-"""What LoggingHook, ConsoleLogHook and JSONLogHook write of a training."""
+"""LoggingHook, ConsoleLogHook and JSONLogHook: what they write of a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What NotificationHook sends, and that neither servers nor secrets get in the way."""
+"""NotificationHook sends messages, and neither servers nor secrets get in the way."""
 
 from __future__ import annotations
 

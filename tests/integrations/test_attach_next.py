@@ -1,4 +1,4 @@
-"""What trains next is found and attached: bare loops of all shapes, and trainers of libraries."""
+"""The next training run is found and attached, in bare loops and in libraries."""
 
 from __future__ import annotations
 

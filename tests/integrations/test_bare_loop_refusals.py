@@ -1,4 +1,4 @@
-"""What an unchanged loop cannot tell is refused by name, before anything has changed."""
+"""Hooks that need what an unchanged loop does not provide are refused before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Hookline uses of other libraries beside their documented interfaces is listed, and there."""
+"""The undocumented parts of other libraries that Hookline uses are listed, and are there."""
 
 from __future__ import annotations
 

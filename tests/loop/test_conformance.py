@@ -28,19 +28,19 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What hooks see in Hookline's own trainer."""
+    """Return what hooks see in Hookline's own trainer."""
     return run(LOOPS["trainer"], tmp_path_factory.mktemp("trainer"))
 
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What they see there beside an update."""
+    """Return what they see there beside an update."""
     return run(LOOPS["trainer"], tmp_path_factory.mktemp("update"), HalveHead())
 
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What they see in each of two processes, beside an update, by loop."""
+    """Return what they see in each of two processes, beside an update, by loop."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("conformance_ranks.py", folder, imports=["transformers.trainer"])
     first, second = (torch.load(folder / f"{rank}.pt") for rank in (0, 1))

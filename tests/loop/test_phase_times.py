@@ -1,4 +1,4 @@
-"""What a run has of the system and of where its time went, in every loop."""
+"""System use and phase times in the run, in every loop."""
 
 import os
 import threading

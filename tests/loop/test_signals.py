@@ -1,4 +1,4 @@
-"""What signals do to a training process: it saves, ends, and can be resumed exactly."""
+"""Signals: a training process saves, ends, and can be resumed exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a manifest says of a run: the code, the configuration, the hooks, the surroundings."""
+"""The manifest of a run: the code, the configuration, the hooks, the surroundings."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ Loop = Callable[[list[Any], Path], tuple[nn.Module, Any]]
 """Trains with hooks, and writes a run into a folder; returns the model and the session."""
 
 WRITTEN = {"log.jsonl", "traces", "uploaded", "heartbeat"}
-"""What built-in hooks write beside the run."""
+"""Metrics that built-in hooks write beside the run."""
 
 RECORDS = ("train/loss", "val/loss", "gradients/total/norm", "optimizer/total/update_ratio")
-"""What is compared in the run's record."""
+"""Metrics that are compared in the run's record."""
 
 NOISE = "gradient_noise/variance"
-"""What is compared in one process: several have smaller micro-batches."""
+"""Metrics that are compared in one process: several have smaller micro-batches."""
 
 
 def is_main() -> bool:

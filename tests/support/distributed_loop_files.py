@@ -115,7 +115,7 @@ def check_resume(kind: str, folder: Path, *, wait: bool) -> None:
 
 
 def check_other_numbers_of_ranks(folder: Path) -> None:
-    """What one process has saved, two load, and the other way round (see the test)."""
+    """Let two processes load what one has saved, and the other way round (see the test)."""
     model, _, session = begin("fsdp")
     start = session.load_checkpoint(folder / "alone")
     session.detach()
@@ -134,7 +134,7 @@ def check_other_numbers_of_ranks(folder: Path) -> None:
 
 
 def check_hooks(kind: str, folder: Path) -> None:
-    """What a hook of rank 0 saves, all ranks save, and all ranks are told."""
+    """Save from a hook of rank 0: all ranks save, and all are told."""
     saved = Saved()
     checkpoints = hookline.ModelCheckpoint(-1, every_n_steps=2, filename="at_{step}")
     hooks = [saved, checkpoints, AtEnd()]
@@ -194,7 +194,7 @@ class AtEnd(hookline.Hook):
 
 
 def check_logged(kind: str, folder: Path) -> None:
-    """What the loop logs is recorded as the mean over both ranks, also what one of them logs.
+    """Log in the loop: it is recorded as the mean over both ranks, also what one of them logs.
 
     A resumed run has every step once. Under DDP rank 0 saves alone here, so that the steps that
     were not averaged yet are its own.

@@ -154,7 +154,7 @@ def hooks_on(model: nn.Module) -> int:
 
 
 def snapshot(thing: Any) -> dict[str, Any]:
-    """What stands in an object and its parts, to compare before and after."""
+    """Return what stands in an object and its parts, to compare before and after."""
     if isinstance(thing, nn.Module):
         return {
             name: {key: _frozen(value) for key, value in vars(module).items()}

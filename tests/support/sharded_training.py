@@ -106,7 +106,7 @@ def train(folder: Path, **fields: Any) -> dict[str, Any]:
 
 
 def read_parts(folder: Path) -> dict[str, Any]:
-    """What each rank reads; and a file of rank 1 that is damaged."""
+    """Return what each rank reads; and a file of rank 1 that is damaged."""
     from hookline.trainer.continuation import read_checkpoint
 
     trainer, _ = make(folder / "runs", **FSDP)

@@ -103,12 +103,12 @@ class WarmProcess:
 
     @property
     def output(self) -> str:
-        """What it has printed."""
+        """Its output."""
         return self._log.read_text()
 
     @property
     def errors(self) -> str:
-        """What a process of `start_warm` has printed as errors."""
+        """The stderr of a process of `start_warm`."""
         return _errors_of(self._log).read_text()
 
     def lines(self) -> Iterator[str]:

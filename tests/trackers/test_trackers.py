@@ -1,4 +1,4 @@
-"""What trackers have of a run that crashed and was resumed, read with each tool's own reader."""
+"""The record in each tracker of a run that crashed and was resumed, read with its own reader."""
 
 from __future__ import annotations
 
