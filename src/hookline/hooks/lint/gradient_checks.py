@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -102,7 +103,9 @@ class GradientsZeroedBeforeStep(Check):
             self.read([each for _, each in rows], self._judge, optimizer, len(rows))
 
     def _judge(self, numbers: list[float], optimizer: Any, count: int) -> None:
-        is_zeroed = any(numbers[:count]) and not any(numbers[count:])
+        # A gradient that is not finite is zeroed on purpose.
+        had_gradients = any(0 < number < math.inf for number in numbers[:count])
+        is_zeroed = had_gradients and not any(numbers[count:])
         steps = self.in_a_row(is_zeroed, id(optimizer))
         if steps >= _STEPS_IN_A_ROW:
             self.find(

@@ -46,7 +46,7 @@ def sample_outputs(outputs: Any, samples: int) -> Tensor | None:
 
 def difference(first: Tensor, second: Tensor, where: Tensor | None = None) -> Tensor:
     """Return the largest difference, as a part of the largest value; `where` selects rows."""
-    if first.shape != second.shape:
+    if first.shape != second.shape or not first.numel():
         return torch.full((), torch.nan)
     change = (first - second).abs().float()
     if where is not None:

@@ -99,10 +99,10 @@ class RepeatableCall:
         firsts: list[Tensor] = []
         with torch.no_grad(), self._apart(), only_compute(self._call, []):
             model.train()
-            buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+            buffers = [(m, name, x) for m in model.modules() for name, x in m._buffers.items()]
             for i in range(3):
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                for module, name, buffer in buffers:
+                    module._buffers[name] = None if buffer is None else buffer.clone()
                 torch.manual_seed(0)
                 model(*self.args, **self.kwargs)
                 firsts += outputs[:1]

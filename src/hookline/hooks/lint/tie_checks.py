@@ -6,7 +6,7 @@ from torch import nn
 
 from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.torch_watch import Place, tied_places
-from hookline.hooks.lint.training_view import ParameterPlace
+from hookline.hooks.lint.training_view import ParameterPlace, own_parameter
 from hookline.tensors.sharded import stored_values
 
 _MIN_ELEMENTS = 64  # fewer may be equal by chance
@@ -60,7 +60,8 @@ class WeightsUntied(Check):
     def on_step_end(self) -> None:
         names = self.view.module_names
         for (one, attribute), (two, other) in self._tied if self.view.is_due else ():
-            if getattr(one, attribute, None) is not getattr(two, other, None) and one in names:
+            first, second = own_parameter(one, attribute), own_parameter(two, other)
+            if None not in (first, second) and first is not second and one in names:
                 shown = f"{names.get(two)}.{other}"
                 self.find(
                     [shown, f"{names[one]}.{attribute}"],
