@@ -2,10 +2,10 @@
 
     pytest -p linted_runs -n 3 tests/trainer tests/loop tests/integrations tests/hooks
 
-What tests compare does not count here, since many list the hooks that they expect. Their runs count,
-and what `Lint` finds in them. Findings that are true, since a test trains in a way that is wrong on
-purpose or too small to be right, are in `linted_runs.toml`, with the reason. Runs in processes that
-tests start are not linted.
+What tests compare does not count here, since many list the hooks that they expect. Their runs
+count, and what `Lint` finds in them. Findings that are true, since a test trains in a way that is
+wrong on purpose, are in `linted_runs.toml`, with the reason. Runs in processes that tests start are
+not linted.
 """
 
 from __future__ import annotations
@@ -94,8 +94,10 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
             if finding["check"] in known.get(test, {}):
                 expected[finding["check"]] += 1
             else:
-                write(f"{run['test']}: {finding['check']} at step {finding['step']}: "
-                      f"{finding['subject']}: {finding['message']}")
+                write(
+                    f"{run['test']}: {finding['check']} at step {finding['step']}: "
+                    f"{finding['subject']}: {finding['message']}"
+                )
         for name, why in run["failed"].items():
             write(f"{run['test']}: the check {name} {why}")
     for name, count in expected.most_common():

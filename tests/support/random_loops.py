@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -35,7 +36,7 @@ CLASSES = 5
 BATCH = 4
 
 
-# -- layers: from (batch, WIDTH) to (batch, WIDTH), or from (batch, TOKENS, WIDTH) to the same -------
+# -- layers: the same shape in and out, (batch, WIDTH) or (batch, TOKENS, WIDTH) -------------------
 
 
 class Attention(nn.Module):
@@ -279,10 +280,8 @@ class RandomNet(nn.Module):
         out = self.stem(x)
         kind = self.case["checkpointing"]
         for layer in self.body:
-            if kind:
-                out = checkpoint(layer, out, use_reentrant=kind == "reentrant")
-            else:
-                out = layer(out)
+            is_old = kind == "reentrant"
+            out = checkpoint(layer, out, use_reentrant=is_old) if kind else layer(out)
         for layer in self.hidden:
             out = layer(out)
         if not self.is_text and out.ndim == 3:
@@ -306,7 +305,7 @@ def make_batch(case: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, 6), torch.randint(0, CLASSES, (BATCH,))
 
 
-# -- hooks of others ----------------------------------------------------------------------------------
+# -- hooks of others -------------------------------------------------------------------------------
 
 
 class CountingHook(hookline.Hook):
@@ -342,7 +341,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 
 
-# -- training -----------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def make_optimizers(case: dict[str, Any], model: nn.Module) -> list[Any]:
@@ -411,6 +410,7 @@ class Training:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if case["scaled"] else None
         self.losses: list[float] = []
         self.hooks = hooks
+        torch.manual_seed(case["seed"] + 1 + int(os.environ.get("RANK", "0")))  # of the data
 
     def run(self, steps: int = 5) -> None:
         if self.hooks is None:
@@ -452,7 +452,9 @@ class Training:
             for optimizer in self.optimizers:
                 if self.case["lbfgs"]:
                     batch = next(batches)
-                    self.losses.append(float(optimizer.step(functools.partial(self._closure, batch))))
+                    self.losses.append(
+                        float(optimizer.step(functools.partial(self._closure, batch)))
+                    )
                     continue
                 self._backward(batches)
                 self._step(optimizer)
@@ -476,7 +478,7 @@ class Training:
                 each.zero_grad(set_to_none=self.case["zeroed"] == "none")
         for _ in range(self.case["micro-batches"]):
             loss = self._loss(next(batches)) / self.case["micro-batches"]
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
             scaled.backward(retain_graph=self.case["retain"])
 
@@ -501,14 +503,16 @@ class Training:
         if kind == "validation":
             self.called.eval()
             with torch.no_grad() if session is None else session.validation(), torch.no_grad():
-                self.losses.append(float(self._loss((x, y))))
+                self.losses.append(float(self._loss((x, y)).detach()))
             self.called.train()
         elif kind == "forgotten train":
             self.called.eval()
             with torch.inference_mode():
                 self._loss((x, y))
         elif kind == "copy":
-            self.losses.append(sum(float(p.sum()) for p in copy.deepcopy(self.model).parameters()))
+            self.losses.append(
+                sum(float(p.detach().sum()) for p in copy.deepcopy(self.model).parameters())
+            )
         elif kind == "load":
             self.model.load_state_dict(copy.deepcopy(self.model.state_dict()))
             for each in self.optimizers:
@@ -538,7 +542,9 @@ class Training:
             (name, m.training, len(m._forward_hooks), len(m._backward_hooks), sorted(vars(m)))
             for name, m in self.model.named_modules()
         ]
-        counts = [(n, m.calls, m.history) for n, m in self.model.named_modules() if hasattr(m, "calls")]
+        counts = [
+            (n, m.calls, m.history) for n, m in self.model.named_modules() if hasattr(m, "calls")
+        ]
         own = [m.generator.get_state() for m in self.model.modules() if hasattr(m, "generator")]
         states = random_state(torch.device("cpu"))
         generators = [states["python"], states["numpy"], _bytes(states["torch"]), *map(_bytes, own)]

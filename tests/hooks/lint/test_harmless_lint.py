@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ CASES = st.fixed_dictionaries(
         ),
     }
 )
-"""What is trained, and how; see `random_loops`. Compiled ones are cases of their own: they are slow."""
+"""What is trained, and how; see `random_loops`."""
 
 
 def possible(case: dict[str, Any], compiled: str = "") -> dict[str, Any]:
@@ -50,6 +50,8 @@ def possible(case: dict[str, Any], compiled: str = "") -> dict[str, Any]:
         case |= {"two optimizers": False, "scaled": False, "sparse": False}
         case["others"] = [name for name in case["others"] if name in ("capture", "edit")]
     case["sparse"] &= not case["tied"] and case["optimizer"] == "plain sgd"
+    if compiled:
+        case["user hooks"] = False  # what they append to would compile it again
     if case["sparse"]:
         case |= {"clipped": "", "others": [], "user hooks": False}
     return case
@@ -57,12 +59,15 @@ def possible(case: dict[str, Any], compiled: str = "") -> dict[str, Any]:
 
 def train(case: dict[str, Any], hooks: list[Any]) -> Any:
     """Return the state after training; or the error, of a loop that torch or Hookline refuse."""
-    torch.compiler.reset() if case["compiled"] else None
+    if case["compiled"]:
+        torch.compiler.reset()
     losses: list[float] = []
     try:
-        training = Training(case, hooks if hooks or case["others"] else None)
-        losses = training.losses
-        training.run()
+        with warnings.catch_warnings():  # torch warns of what such loops do
+            warnings.simplefilter("ignore")
+            training = Training(case, hooks if hooks or case["others"] else None)
+            losses = training.losses
+            training.run()
     except (RuntimeError, ValueError, TypeError, AssertionError, HooklineError) as error:
         return type(error), losses, str(error)[:100]
     return training.state()
@@ -85,3 +90,13 @@ def check(case: dict[str, Any]) -> None:
 @given(CASES)
 def test_training_is_the_same_with_lint(case: dict[str, Any]) -> None:
     check(possible(case))
+
+
+@settings(max_examples=8, deadline=None)
+@given(CASES, st.sampled_from(["eager", "aot_eager"]))
+def test_training_of_a_compiled_model_is_the_same(case: dict[str, Any], backend: str) -> None:
+    check(possible(case, backend))
+
+
+def test_training_on_two_ranks_is_the_same() -> None:
+    assert run_ranks("random_loop_ranks.py").count("fine") == 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.training_view import FIRST_STEPS, TrainingView
 from hookline.loop.patches import calling_frames
 from hookline.tensors.name_patterns import unwrap_module
@@ -192,9 +192,8 @@ class AverageIsAlias(_AverageCheck):
     Ignore: Never: such an average is the weights themselves.
     """
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        if not self.view.is_due:
-            return
         for average in self._find_averages():
             shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
             if shared:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import lr_scheduler
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.torch_watch import ModuleCall
 from hookline.hooks.lint.training_view import TrainingView
@@ -88,8 +88,9 @@ class GradientsZeroedBeforeStep(Check):
     def setup(self) -> None:
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}  # parameters, sums of gradients
 
+    @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers if self.view.is_due else ():
+        for optimizer in self.view.optimizers:
             chosen = _some_with_gradients(optimizer)
             if chosen:
                 self._sums[id(optimizer)] = [(p, _sum(self.view, p.grad)) for p in chosen]
@@ -136,8 +137,9 @@ class ClipWithoutEffect(Check):
     def on_before_backward(self, loss: Any) -> None:
         self._stepped.clear()
 
+    @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
-        if not self.view.is_due or not _limits(call):
+        if not _limits(call):
             return
         has_gradients = any(tensor.grad is not None for tensor in call.tensors)
         for optimizer in _optimizers_of(self.view, call):
@@ -186,8 +188,9 @@ class ClippedWhileScaled(Check):
     def on_loss_scaled(self, scaler: Any) -> None:
         self._scaler = scaler
 
+    @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
-        if self._scaler is None or not self.view.is_due or not _limits(call):
+        if self._scaler is None or not _limits(call):
             return
         for optimizer in _optimizers_of(self.view, call):
             if _stage(self._scaler, optimizer) is OptState.READY:
@@ -237,8 +240,9 @@ class ClipDiffersOverRanks(Check):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._name = ""
 
+    @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers if self.view.is_due and self.view.ranks > 1 else ():
+        for optimizer in self.view.optimizers if self.view.ranks > 1 else ():
             parameter = _small_matrix(optimizer)
             if parameter is not None and _is_shared(self.view, parameter):
                 self._before[id(optimizer)] = parameter, _sum(self.view, parameter.grad)

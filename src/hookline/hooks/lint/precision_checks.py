@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
 from hookline.hooks.lint.training_view import own_parameter
 from hookline.tensors.nested import tensors_in
@@ -53,19 +53,17 @@ class AutocastNotApplied(Check):
             tensor = next(iter(tensors_in(call.output)), None)
             self._ask(tensor, "the call of the model")
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         if call.has_gradients:
             self._ask(call.input, "the loss")
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         self._ask(loss, "backward")
 
     def _ask(self, tensor: Tensor | None, where: str) -> None:
-        if (
-            self.view.is_due
-            and tensor is not None
-            and torch.is_autocast_enabled(tensor.device.type)
-        ):
+        if tensor is not None and torch.is_autocast_enabled(tensor.device.type):
             self._where = self._where or where
 
     def on_step_end(self) -> None:
@@ -109,8 +107,9 @@ class DeadLayer(Check):
             self._largest.setdefault(call.name, []).append(output.detach().max())
             self._modules[call.name] = module
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for name, count in self._in_a_row.items() if self.view.is_due else ():
+        for name, count in self._in_a_row.items():
             module = self._modules.get(name)
             weight = None if module is None else own_parameter(module, "weight")
             if count and weight is not None and weight.grad is not None:

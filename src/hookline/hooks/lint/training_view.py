@@ -43,7 +43,8 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 
     Reading the attribute computes a parametrized weight, and spectral norm changes its buffers.
     """
-    return module._parameters.get(name)
+    parameters: dict[str, nn.Parameter | None] = vars(module)["_parameters"]
+    return parameters.get(name)
 
 
 class TrainingView:
