@@ -41,7 +41,7 @@ class TestLint(Lint):
         super()._summarize(trainer, steps)
         if os.getpid() != _process:
             return
-        failed = {name: why for name, why in self.left_out.items() if "it failed (" in why}
+        failed = {n: why for n, why in self.left_out.items() if why.startswith("it failed (")}
         row = {
             "test": os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0],
             "steps": steps,
@@ -79,14 +79,29 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
         report.outcome, report.longrepr = "passed", None
 
 
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail only for findings that nobody has explained, and for checks that failed."""
+    if not hasattr(session.config, "workerinput"):
+        session.exitstatus = 1 if _judge()[1] else 0
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print how many runs were linted, and what was found in them."""
-    runs = [json.loads(line) for line in Path(os.environ[_FILE]).read_text("utf-8").splitlines()]
-    trained = [run for run in runs if run["steps"]]
+    runs, problems, expected = _judge()
     terminalreporter.section("linted runs")
     write = terminalreporter.write_line
-    write(f"{len(trained)} runs with {sum(run['steps'] for run in trained)} steps")
-    known = tomllib.loads(_KNOWN.read_text("utf-8")) if _KNOWN.exists() else {}
+    write(f"{len(runs)} runs with {sum(run['steps'] for run in runs)} steps")
+    for name, count in expected.most_common():
+        write(f"{count:5d} expected findings of {name}")
+    for problem in problems:
+        write(problem)
+
+
+def _judge() -> tuple[list[Any], list[str], Counter[str]]:
+    """Return the runs that have trained, what is wrong in them, and the expected findings."""
+    runs = [json.loads(line) for line in Path(os.environ[_FILE]).read_text("utf-8").splitlines()]
+    known = tomllib.loads(_KNOWN.read_text("utf-8"))
+    problems: list[str] = []
     expected: Counter[str] = Counter()
     for run in runs:
         test = run["test"].partition("[")[0]
@@ -94,11 +109,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
             if finding["check"] in known.get(test, {}):
                 expected[finding["check"]] += 1
             else:
-                write(
-                    f"{run['test']}: {finding['check']} at step {finding['step']}: "
-                    f"{finding['subject']}: {finding['message']}"
-                )
-        for name, why in run["failed"].items():
-            write(f"{run['test']}: the check {name} {why}")
-    for name, count in expected.most_common():
-        write(f"{count:5d} expected findings of {name}")
+                what = f"{finding['check']} at step {finding['step']}: {finding['subject']}"
+                problems.append(f"{run['test']}: {what}: {finding['message']}")
+        problems += [f"{run['test']}: the check {n} {why}" for n, why in run["failed"].items()]
+    return [run for run in runs if run["steps"]], problems, expected

@@ -95,7 +95,8 @@ class GradientsZeroedBeforeStep(Check):
             if chosen:
                 self._sums[id(optimizer)] = [(p, _sum(self.view, p.grad)) for p in chosen]
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_gradients_ready(self, optimizer: Any) -> None:
+        """Compare, before updates: one of these may make gradients zero on purpose."""
         rows = self._sums.pop(id(optimizer), None)
         if rows and any(parameter.grad is not None for parameter, _ in rows):
             now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
