@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_loop_ranks import PLAIN
 from random_loops import LAYERS, OPTIMIZERS, OTHERS, SCHEDULERS, Training
 from rank_checks import run_ranks
 
@@ -90,6 +92,12 @@ def check(case: dict[str, Any]) -> None:
 @given(CASES)
 def test_training_is_the_same_with_lint(case: dict[str, Any]) -> None:
     check(possible(case))
+
+
+@pytest.mark.parametrize("checkpointing", ["", "new"])
+def test_a_weight_that_is_computed_is_not_computed_again(checkpointing: str) -> None:
+    """Reading the weight of a layer with spectral norm makes a step of its power iteration."""
+    check({**PLAIN, "layers": ["spectral norm"], "checkpointing": checkpointing})
 
 
 @settings(max_examples=8, deadline=None)

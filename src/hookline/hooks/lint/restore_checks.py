@@ -262,6 +262,8 @@ class StateIsReference(Check):
     """
 
     def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
+        if loaded.is_assigned:
+            return
         own = _tensors_of(loaded.module)
         pairs = [
             (value, own[key])
