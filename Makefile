@@ -27,6 +27,8 @@ soak: $(INSTALLED) ## kill and resume a training 200 times, many more random cas
 	folder=$$(mktemp -d) && $(BIN)/python tests/support/interrupted_sessions.py 300 $$folder; \
 		failed=$$?; rm -r $$folder; exit $$failed
 	$(BIN)/python -m pytest -p soak -q -n $(WORKERS) tests
+	$(BIN)/python -m pytest -p linted_runs -q -n $(WORKERS) --dist loadfile \
+		$(addprefix tests/,hooks trainer loop integrations updates probes trackers runs verification)
 
 mutations: $(INSTALLED) ## make known mistakes in copies of the code, and check that tests find each
 	$(BIN)/python tools/mutations.py

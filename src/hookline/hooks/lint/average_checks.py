@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.training_view import FIRST_STEPS, TrainingView
 from hookline.loop.patches import calling_frames
 from hookline.tensors.name_patterns import unwrap_module
@@ -19,6 +19,7 @@ from hookline.tensors.name_patterns import unwrap_module
 _SEARCHED_STEP = 3  # an average is made before or in the first steps
 _STEPS_IN_A_ROW = 3
 _MANY_STEPS = 6
+_FAR = 4  # times as far from the weights as these move in a step
 _MAX_PAIRS = 8
 _NAMES = ("ema", "average", "shadow", "swa", "polyak")
 
@@ -84,7 +85,8 @@ class AverageMovesAway(_AverageCheck):
         for average in self._find_averages():
             now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
             weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
-            if average.before is not None and average.weights is not None:
+            is_same = average.before is not None and average.before.shape == now.shape
+            if average.before is not None and average.weights is not None and is_same:
                 moved = now - average.before
                 # Most loops update the average after the step, some before it has ended.
                 ways = [average.weights - average.before, weights - average.before]
@@ -135,7 +137,7 @@ class AverageRestartsAfterLoading(_AverageCheck):
     def setup(self) -> None:
         super().setup()
         self._has_loaded = False
-        self._start: list[tuple[_Average, Tensor]] = []
+        self._start: list[tuple[_Average, Tensor, Tensor]] = []  # itself and weights before
 
     def on_state_loaded(self, target: Any, state: Any) -> None:
         is_optimizer = isinstance(target, torch.optim.Optimizer)
@@ -145,32 +147,35 @@ class AverageRestartsAfterLoading(_AverageCheck):
         if self.view.steps_seen == 1 and self._has_loaded and not self._start:
             for average in search_averages(self.view):
                 values = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-                self._start.append((average, values))
+                weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
+                self._start.append((average, values, weights))
 
     def on_step_end(self) -> None:
         if self.view.steps_seen != 2:
             return
-        for average, before in self._start:
+        for average, before, old in self._start:
             now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
             weights = average.weights
-            if weights is None:
+            if weights is None or now.shape != before.shape:
                 continue
             moved, way = now - before, weights - before
-            read = [(moved * way).sum(), way.square().sum(), moved.square().sum()]
-            self.read(read, self._judge, average)
+            squares = [x.square().sum() for x in (way, moved, weights - old)]
+            self.read([(moved * way).sum(), *squares], self._judge, average)
         self._start = []
 
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1:
-            for average, _ in self._start:
+            for average, _, _ in self._start:
                 average.weights = _sample(self.view, [p for _, _, p in average.pairs])
 
     def _judge(self, numbers: list[float], average: _Average) -> None:
-        product, square, moved = numbers
+        product, square, moved, step = numbers
         if not square or product * product < 0.98 * square * moved:
             return
         part = product / square
-        if 0.2 < part < 0.99999:  # 1 is a copy on purpose
+        # One that takes this part of the way each time, also before, is not that far from them.
+        is_far = part > 0 and square > (_FAR / part) ** 2 * step
+        if is_far and 0.2 < part < 0.99999:  # 1 is a copy on purpose
             self.find(
                 average.name,
                 f"The first update after a state was loaded moved the average {part:.3g} of the "
@@ -187,9 +192,8 @@ class AverageIsAlias(_AverageCheck):
     Ignore: Never: such an average is the weights themselves.
     """
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        if not self.view.is_due:
-            return
         for average in self._find_averages():
             shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
             if shared:

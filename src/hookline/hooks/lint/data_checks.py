@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -129,6 +130,7 @@ class OrderReplayedAfterResuming(_LoaderCheck):
     def setup(self) -> None:
         super().setup()
         self._has_loaded = False
+        self._first: dict[tuple[str, int], Any] = {}  # weakly: a loader may be copied per epoch
 
     def on_state_loaded(self, target: Any, state: Any) -> None:
         is_optimizer = isinstance(target, torch.optim.Optimizer)
@@ -142,6 +144,10 @@ class OrderReplayedAfterResuming(_LoaderCheck):
             if len(epochs) > 1 or len(order) < 2 or not _shuffles(loader):
                 continue
             key = (type(loader.dataset).__qualname__, len(loader.dataset))
+            if self._first.setdefault(key, weakref.ref(loader))() is not loader:
+                continue
+            if epochs[0].before_training > 1:
+                continue  # an epoch that has begun goes on: its first batches are skipped
             if not self._has_loaded:
                 _first_orders[key] = order
             elif sum(map(len, order)) >= _MIN_SAMPLES and _begins_with(key, order):

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 Severity = Literal["error", "warning"]
 
 _MAX_NAMED = 4  # subjects that a finding names
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_due_steps(method: Method) -> Method:
+    """Mark a check's method as one that looks at due steps only: others do not call it."""
+    method.is_for_due_steps = True  # type: ignore[attr-defined]
+    return method
 
 
 @dataclass(frozen=True)

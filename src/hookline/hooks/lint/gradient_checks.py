@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import lr_scheduler
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.torch_watch import ModuleCall
 from hookline.hooks.lint.training_view import TrainingView
@@ -87,13 +88,15 @@ class GradientsZeroedBeforeStep(Check):
     def setup(self) -> None:
         self._sums: dict[int, list[tuple[Tensor, Tensor]]] = {}  # parameters, sums of gradients
 
+    @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers if self.view.is_due else ():
+        for optimizer in self.view.optimizers:
             chosen = _some_with_gradients(optimizer)
             if chosen:
                 self._sums[id(optimizer)] = [(p, _sum(self.view, p.grad)) for p in chosen]
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_gradients_ready(self, optimizer: Any) -> None:
+        """Compare, before updates: one of these may make gradients zero on purpose."""
         rows = self._sums.pop(id(optimizer), None)
         if rows and any(parameter.grad is not None for parameter, _ in rows):
             now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
@@ -102,7 +105,9 @@ class GradientsZeroedBeforeStep(Check):
             self.read([each for _, each in rows], self._judge, optimizer, len(rows))
 
     def _judge(self, numbers: list[float], optimizer: Any, count: int) -> None:
-        is_zeroed = any(numbers[:count]) and not any(numbers[count:])
+        # A gradient that is not finite is zeroed on purpose.
+        had_gradients = any(0 < number < math.inf for number in numbers[:count])
+        is_zeroed = had_gradients and not any(numbers[count:])
         steps = self.in_a_row(is_zeroed, id(optimizer))
         if steps >= _STEPS_IN_A_ROW:
             self.find(
@@ -133,8 +138,9 @@ class ClipWithoutEffect(Check):
     def on_before_backward(self, loss: Any) -> None:
         self._stepped.clear()
 
+    @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
-        if not self.view.is_due or not _limits(call):
+        if not _limits(call):
             return
         has_gradients = any(tensor.grad is not None for tensor in call.tensors)
         for optimizer in _optimizers_of(self.view, call):
@@ -183,8 +189,9 @@ class ClippedWhileScaled(Check):
     def on_loss_scaled(self, scaler: Any) -> None:
         self._scaler = scaler
 
+    @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
-        if self._scaler is None or not self.view.is_due or not _limits(call):
+        if self._scaler is None or not _limits(call):
             return
         for optimizer in _optimizers_of(self.view, call):
             if _stage(self._scaler, optimizer) is OptState.READY:
@@ -234,8 +241,9 @@ class ClipDiffersOverRanks(Check):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._name = ""
 
+    @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers if self.view.is_due and self.view.ranks > 1 else ():
+        for optimizer in self.view.optimizers if self.view.ranks > 1 else ():
             parameter = _small_matrix(optimizer)
             if parameter is not None and _is_shared(self.view, parameter):
                 self._before[id(optimizer)] = parameter, _sum(self.view, parameter.grad)

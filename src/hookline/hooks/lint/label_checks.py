@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.leak_checks import change_later
 from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.repeated_call import RepeatableCall
@@ -82,9 +82,10 @@ class TargetBroadcast(Check):
             if len(first) != len(second) and _is_outer(first, second):
                 self._find(call.name, first, second)
 
+    @in_due_steps
     def on_after_forward(self, outputs: Any) -> None:
         is_column = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] == 1
-        self._output = outputs.grad_fn if is_column and self.view.is_due else None
+        self._output = outputs.grad_fn if is_column else None
 
     def on_before_backward(self, loss: Any) -> None:
         output, self._output = self._output, None
@@ -131,8 +132,9 @@ class AllLabelsIgnored(Check):
         self._used: list[Tensor] = []
         self._count = 0
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
-        if call.has_gradients and self.view.is_due and has_class_labels(call):
+        if call.has_gradients and has_class_labels(call):
             self._used.append(is_label_used(call).sum())
             self._count += call.target.numel()
 
@@ -158,8 +160,9 @@ class ProbabilitiesIntoCrossEntropy(Check):
     Ignore: Never seen on purpose.
     """
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
-        if call.name != "cross_entropy" or not call.has_gradients or not self.view.is_due:
+        if call.name != "cross_entropy" or not call.has_gradients:
             return
         operation = last_operation(call.input)
         dim = _class_dimension(call)
@@ -195,8 +198,9 @@ class NllWithoutLogProbabilities(Check):
     Ignore: When `nll_loss` is used to pick elements of something else.
     """
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
-        if not call.has_gradients or not self.view.is_due:
+        if not call.has_gradients:
             return
         if call.name == "kl_div" and last_operation(call.input) == "Softmax":
             self._find(call.name, "the result of a softmax")
@@ -225,12 +229,9 @@ class SigmoidBeforeBceWithLogits(Check):
     Ignore: Never seen on purpose.
     """
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
-        if (
-            call.name == "binary_cross_entropy_with_logits"
-            and call.has_gradients
-            and self.view.is_due
-        ):
+        if call.name == "binary_cross_entropy_with_logits" and call.has_gradients:
             operation = last_operation(call.input)
             if operation in ("Sigmoid", "Softmax"):
                 self.find(

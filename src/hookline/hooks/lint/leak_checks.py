@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.token_labels import (
     aligned,
@@ -46,7 +46,7 @@ def sample_outputs(outputs: Any, samples: int) -> Tensor | None:
 
 def difference(first: Tensor, second: Tensor, where: Tensor | None = None) -> Tensor:
     """Return the largest difference, as a part of the largest value; `where` selects rows."""
-    if first.shape != second.shape:
+    if first.shape != second.shape or not first.numel():
         return torch.full((), torch.nan)
     change = (first - second).abs().float()
     if where is not None:
@@ -174,9 +174,9 @@ class OutputDependsOnOtherSamples(Check):
     def setup(self) -> None:
         self._batch_size: int | None = None
 
+    @in_due_steps
     def on_batch_loaded(self, loaded: LoadedBatch) -> None:
-        if self.view.is_due:
-            self._batch_size = getattr(loaded.loader, "batch_size", None)
+        self._batch_size = getattr(loaded.loader, "batch_size", None)
 
     def on_repeat(self, call: RepeatableCall) -> None:
         """Reverse the batch, and replace all samples by the first one."""

@@ -24,6 +24,8 @@ from hookline.printable import message_lines
 
 log = logging.getLogger("hookline")
 
+_Call = tuple[Check, Callable[..., Any]]
+
 _REPEATED_STEP = 2  # whose forward active checks make again
 _MAX_TARGETS = 8
 
@@ -67,7 +69,8 @@ class Lint(BuiltIn):
         self.only, self.ignore, self.active = only, tuple(ignore), active
         self.findings: list[Finding] = []
         self._checks: list[Check] = []
-        self._points: dict[str, list[Check]] = {}
+        self._calls: dict[str, list[_Call]] = {}  # by point: checks, and their methods
+        self._calls_between: dict[str, list[_Call]] = {}  # those of steps that are not due
         self._view: TrainingView | None = None
         self._watch = TorchWatch()
         self._watch.attach()
@@ -93,11 +96,16 @@ class Lint(BuiltIn):
         for check in self._checks:
             if check.is_active and not self.active:
                 check.left_out = "active checks are switched off"
-        self._points = {point: [c for c in self._checks if hasattr(c, point)] for point in POINTS}
+        for point in POINTS:
+            calls = [(c, getattr(c, point)) for c in self._checks if hasattr(c, point)]
+            self._calls[point] = calls
+            self._calls_between[point] = [
+                (c, function) for c, function in calls if not hasattr(function, "is_for_due_steps")
+            ]
         self._tell("on_train_start")
         self._watch.start(self._tell, sees_losses=not view.is_compiled)
         self._hook_modules()
-        if self._points["on_model_call"] and not view.is_compiled:
+        if self._calls["on_model_call"] and not view.is_compiled:
             self._watch.hook_models(view.models)
 
     def on_train_end(self, trainer: Any) -> None:
@@ -115,7 +123,7 @@ class Lint(BuiltIn):
     def _end(self) -> None:
         self._watch.detach()
         self._view = self._call = None
-        self._points, self._targets = {}, []
+        self._calls, self._calls_between, self._targets = {}, {}, []
 
     # -- calling the checks ------------------------------------------------------------------------
 
@@ -126,18 +134,20 @@ class Lint(BuiltIn):
             return
         if point == "on_loss_call" and self._call is not None:
             self._keep_target(args[0])
-        for check in self._points.get(point, ()):
+        calls = self._calls if view.is_due else self._calls_between
+        for check, function in calls[point]:
             if check.left_out is None and not (check.ends and check.has_found):
-                self._call_check(check, getattr(check, point), args)
+                try:
+                    function(*args)
+                except Exception as error:
+                    self._leave_out(check, error)
 
-    def _call_check(self, check: Check, function: Callable[..., Any], args: Any) -> None:
-        try:
-            function(*args)
-        except CannotRepeatError as error:
+    def _leave_out(self, check: Check, error: Exception) -> None:
+        if isinstance(error, CannotRepeatError):
             check.left_out = f"the model cannot be called again: {error}"
-        except Exception as error:
-            check.left_out = f"it failed ({type(error).__name__}: {error})"
-            log.warning("The check '%s' of Lint %s.", check.id, check.left_out, exc_info=True)
+            return
+        check.left_out = f"it failed ({type(error).__name__}: {error})"
+        log.warning("The check '%s' of Lint %s.", check.id, check.left_out, exc_info=error)
 
     def _judge(self, judge: Callable[..., Any], args: Any) -> None:
         """Call a check's function with what was read."""
@@ -145,7 +155,10 @@ class Lint(BuiltIn):
         if not isinstance(check, Check):
             judge(*args)
         elif check.left_out is None and not (check.ends and check.has_found):
-            self._call_check(check, judge, args)
+            try:
+                judge(*args)
+            except Exception as error:
+                self._leave_out(check, error)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -153,7 +166,7 @@ class Lint(BuiltIn):
         view = self._view
         if view is None or not self.active or view.steps_seen != _REPEATED_STEP:
             return
-        if self._call is None and self._points.get("on_repeat"):
+        if self._call is None and self._calls["on_repeat"]:
             self._call = running_call()
 
     def on_after_forward(self, outputs: Any) -> None:
@@ -170,7 +183,7 @@ class Lint(BuiltIn):
         self._see(optimizers)
         optimizer, view = optimizers[optimizer_idx], self._view
         self._tell("on_before_optimizer_step", optimizer)
-        is_sampled = view is not None and view.is_due and self._points.get("on_step_sampled")
+        is_sampled = view is not None and view.is_due and self._calls["on_step_sampled"]
         self._samples = sample_step(view, optimizer) if is_sampled and view is not None else []
 
     def on_after_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
@@ -219,7 +232,7 @@ class Lint(BuiltIn):
         view, watch = self._view, self._watch
         if view is None:
             return
-        if view.is_due and self._points["on_module_call"] and not view.is_compiled:
+        if view.is_due and self._calls["on_module_call"] and not view.is_compiled:
             watch.hook_modules(view.model, view.module_names)
         else:
             watch.leave_modules()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.label_checks import has_class_labels, is_label_used
 from hookline.hooks.lint.torch_watch import LossCall
 
@@ -46,19 +46,16 @@ class MeanOfMeans(Check):
         self._is_clear = True
         self._varying_steps = 0
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         is_trained = isinstance(call.result, Tensor) and call.result.requires_grad
-        if self.view.is_due and is_trained and len(self._calls) < 2:
+        if is_trained and len(self._calls) < 2:
             self._calls.append(call)
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         calls, self._calls = self._calls, []
-        if (
-            not self.view.is_due
-            or loss is None
-            or len(calls) != 1
-            or not has_class_labels(calls[0])
-        ):
+        if loss is None or len(calls) != 1 or not has_class_labels(calls[0]):
             self._is_clear = False
             return
         call = calls[0]

@@ -345,7 +345,7 @@ class DropoutSwitchedOff(Check):
             return
         gone = []
         for key, (module, attribute, value) in self._settings.items():
-            now = getattr(module, attribute, value)
+            now = vars(module).get(attribute, value)
             if now == 0 and module.training and self._has_evaluated:
                 gone.append(f"{key[0]}.{attribute}")
             elif now != value:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
+from hookline.hooks.lint.training_view import own_parameter
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.sharded import stored_values
 
@@ -43,7 +44,8 @@ class AutocastNotApplied(Check):
         if not call.has_gradients:
             return
         if isinstance(call.module, nn.Linear | _ConvNd) and isinstance(call.output, Tensor):
-            if call.module.weight.dtype == call.output.dtype == torch.float32:
+            weight = own_parameter(call.module, "weight")
+            if weight is not None and weight.dtype == call.output.dtype == torch.float32:
                 self._full.append(call.name)
             else:
                 self._has_low = True
@@ -51,19 +53,17 @@ class AutocastNotApplied(Check):
             tensor = next(iter(tensors_in(call.output)), None)
             self._ask(tensor, "the call of the model")
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         if call.has_gradients:
             self._ask(call.input, "the loss")
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         self._ask(loss, "backward")
 
     def _ask(self, tensor: Tensor | None, where: str) -> None:
-        if (
-            self.view.is_due
-            and tensor is not None
-            and torch.is_autocast_enabled(tensor.device.type)
-        ):
+        if tensor is not None and torch.is_autocast_enabled(tensor.device.type):
             self._where = self._where or where
 
     def on_step_end(self) -> None:
@@ -102,14 +102,17 @@ class DeadLayer(Check):
         if not is_layer or not call.has_gradients or not isinstance(output, Tensor):
             return
         dim = -1 if isinstance(module, nn.Linear) else min(1, output.ndim - 1)
-        if output.numel() and output.shape[dim] >= _MIN_FEATURES and module.weight is not None:
+        has_weight = own_parameter(module, "weight") is not None
+        if has_weight and output.numel() and output.shape[dim] >= _MIN_FEATURES:
             self._largest.setdefault(call.name, []).append(output.detach().max())
             self._modules[call.name] = module
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for name, count in self._in_a_row.items() if self.view.is_due else ():
-            weight = self._modules[name].weight if name in self._modules else None
-            if count and isinstance(weight, Tensor) and weight.grad is not None:
+        for name, count in self._in_a_row.items():
+            module = self._modules.get(name)
+            weight = None if module is None else own_parameter(module, "weight")
+            if count and weight is not None and weight.grad is not None:
                 self._gradients[name] = stored_values(weight.grad).abs().max()
 
     def on_step_end(self) -> None:

@@ -85,35 +85,37 @@ class RepeatableCall:
     def ignores(self, layer: torch.nn.Module) -> Tensor | None:
         """Return whether a layer's output stays the same when its weight changes, in a copy.
 
-        The copy has parameters of its own, and is called before the change, too, as caches are made
-        then. None if the layer was not called, or two equal calls differ in shape.
+        The layer of the copy has a weight of its own, and is called before the change, too, as
+        caches are made then. Each call ends behind the layer. None if the layer was not called, or
+        two equal calls differ in shape.
         """
         modules = {id(m): name for name, m in unwrap_module(self._call.model).named_modules()}
-        model = copy_apart(self._call.model)
+        model, parameters = copy_sharing_parameters(self._call.model)
         own: Any = dict(model.named_modules()).get(modules.get(id(layer), "-"))
         if own is None:
             return None
         _drop_hooks(model)
+        own.weight = torch.nn.Parameter(own.weight.detach().clone(), False)
+        own.register_forward_hook(_leave_forward)
+        model.train()
+        buffers = [(m, name, x) for m in model.modules() for name, x in m._buffers.items()]
         outputs: list[Tensor] = []
-        own.register_forward_hook(lambda _, __, output: outputs.append(output))
-        firsts: list[Tensor] = []
-        with torch.no_grad(), self._apart(), only_compute(self._call, []):
-            model.train()
-            buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with torch.no_grad(), self._apart(), only_compute(self._call, parameters):
             for i in range(3):
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                for module, name, buffer in buffers:
+                    module._buffers[name] = None if buffer is None else buffer.clone()
                 torch.manual_seed(0)
-                model(*self.args, **self.kwargs)
-                firsts += outputs[:1]
-                outputs.clear()
+                try:
+                    model(*self.args, **self.kwargs)
+                except _LayerReached as reached:
+                    outputs.append(reached.output)
                 if i == 1:
-                    weight = own.weight
-                    count, kind = weight.numel(), {"dtype": weight.dtype, "device": weight.device}
-                    weight.copy_(torch.linspace(-1.5, 1.5, count, **kind).view_as(weight))
-        if len(firsts) < 3 or not all(isinstance(x, Tensor) for x in firsts):
+                    count, kind = own.weight.numel(), {"dtype": own.weight.dtype}
+                    values = torch.linspace(-1.5, 1.5, count, device=own.weight.device, **kind)
+                    own.weight.copy_(values.view_as(own.weight))
+        if len(outputs) < 3 or not all(isinstance(x, Tensor) for x in outputs):
             return None
-        one, two, three = firsts
+        one, two, three = outputs
         if one.shape != three.shape or not one.numel() or not one.is_floating_point():
             return None
         is_same = (two - three).abs().max() <= 1e-4 * two.abs().max()
@@ -151,17 +153,16 @@ class RepeatableCall:
                 restore_random_state(state, device)
 
 
-def copy_apart(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model, with copies of its parameters.
+class _LayerReached(BaseException):
+    """Ends a forward behind a layer; code that handles exceptions does not see it."""
 
-    Raises:
-        CannotRepeatError: the parameters are sharded, or the model cannot be copied.
-    """
-    copy, _ = copy_sharing_parameters(model)
-    for module in copy.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, torch.nn.Parameter(parameter.detach().clone(), False))
-    return copy
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+def _leave_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+    raise _LayerReached(output)
 
 
 def _drop_hooks(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import LoadedBatch, ModuleCall
 from hookline.hooks.lint.training_view import TrainingView
 from hookline.tensors.nested import tensors_in
@@ -58,7 +58,7 @@ class ReplicasDiffer(Check):
             self._samples[kind, place.name] = self.sample(place.tensor)
 
     def _sample_gradients(self, kind: str) -> None:
-        for place in _replicated(self.view) if self.view.is_due else ():
+        for place in _replicated(self.view):
             gradient = place.tensor.grad
             if gradient is not None and not gradient.is_sparse:
                 self._samples[kind, place.name] = self.sample(gradient)
@@ -70,15 +70,17 @@ class ReplicasDiffer(Check):
     def _keep_start(self, values: list[list[float]], keys: list[tuple[str, str]]) -> None:
         self._start = {name: _hash(value) for value, (_, name) in zip(values, keys, strict=True)}
 
+    @in_due_steps
     def on_after_backward(self) -> None:
         self._sample_gradients("computed")
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self._sample_gradients("used")
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        if self.view.is_due:
-            self.on_train_end()
+        self.on_train_end()
 
     def on_train_end(self) -> None:
         if self._is_bypassed is None:
@@ -156,9 +158,8 @@ class BatchNormStatisticsDiffer(Check):
         if not call.has_gradients and not call.module.training:
             self._has_evaluated = True
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        if not self.view.is_due:
-            return
         names = self.view.module_names
         norms: list[Any] = [m for m in self.view.model.modules() if type(m) in _BATCH_NORMS]
         norms = [m for m in norms if isinstance(m.running_mean, Tensor)]
@@ -210,8 +211,9 @@ class SamplerSeedsDiffer(Check):
         if is_split and sampler.num_replicas == self.view.ranks:
             self._seeds.append(sampler.seed)
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        if self._seeds and self.view.is_due:
+        if self._seeds:
             self.view.compare_ranks(self.id, self._seeds[:1], self._judge)
 
     def _judge(self, ranks: list[list[int]]) -> None:
@@ -243,12 +245,12 @@ class SameDataOnAllRanks(Check):
         if self.view.ranks == 1:
             self.left_out = "there is one process"
 
+    @in_due_steps
     def on_batch_loaded(self, loaded: LoadedBatch) -> None:
-        self._batch = loaded if self.view.is_due else None
+        self._batch = loaded
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
-        if not self.view.is_due:
-            return
         batch, self._batch = self._batch, None
         if batch is not None:
             self._loader = f"DataLoader of {type(batch.loader.dataset).__name__}"
@@ -256,9 +258,10 @@ class SameDataOnAllRanks(Check):
         elif not self._loader and isinstance(loss, Tensor) and loss.numel() == 1:
             self._trained.append(self.sample(loss))
 
+    @in_due_steps
     def on_step_end(self) -> None:
         trained, self._trained = self._trained, []
-        if self.view.is_due and trained and _is_data_parallel(self.view.model):
+        if trained and _is_data_parallel(self.view.model):
             self.read(trained, self._exchange)
 
     def _exchange(self, values: list[list[float]]) -> None:

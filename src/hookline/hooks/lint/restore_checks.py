@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hookline.hooks.lint.average_checks import search_averages
@@ -238,7 +238,7 @@ class NothingLoaded(Check):
     def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
         missing = getattr(loaded.result, "missing_keys", [])
         unexpected = getattr(loaded.result, "unexpected_keys", [])
-        own, given = len(loaded.module.state_dict()), len(loaded.state)
+        own, given = len(_tensors_of(loaded.module)), len(loaded.state)
         if own and given and len(missing) >= own and len(unexpected) == given:
             self.find(
                 type(loaded.module).__name__,
@@ -262,7 +262,9 @@ class StateIsReference(Check):
     """
 
     def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
-        own = loaded.module.state_dict()
+        if loaded.is_assigned:
+            return
+        own = _tensors_of(loaded.module)
         pairs = [
             (value, own[key])
             for key, value in loaded.state.items()
@@ -318,6 +320,12 @@ class WeightsReplacedAfterLoading(Check):
                 f"{len(changed)} of {len(names)} matrices that load_state_dict has set had other "
                 "values before the first step, in all sampled elements.",
             )
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers by name: `state_dict` would call the hooks of others."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return dict(parameters) | dict(module.named_buffers(remove_duplicate=False))
 
 
 def _find_states(value: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:

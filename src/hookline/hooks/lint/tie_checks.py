@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import Place, tied_places
-from hookline.hooks.lint.training_view import ParameterPlace
+from hookline.hooks.lint.training_view import ParameterPlace, own_parameter
 from hookline.tensors.sharded import stored_values
 
 _MIN_ELEMENTS = 64  # fewer may be equal by chance
@@ -57,10 +57,12 @@ class WeightsUntied(Check):
                 f"give the module of '{two}' the parameter '{one}'.",
             )
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        names = self.view.module_names
-        for (one, attribute), (two, other) in self._tied if self.view.is_due else ():
-            if getattr(one, attribute, None) is not getattr(two, other, None) and one in names:
+        names = self.view.module_names if self._tied else {}
+        for (one, attribute), (two, other) in self._tied:
+            first, second = own_parameter(one, attribute), own_parameter(two, other)
+            if None not in (first, second) and first is not second and one in names:
                 shown = f"{names.get(two)}.{other}"
                 self.find(
                     [shown, f"{names[one]}.{attribute}"],

@@ -70,11 +70,15 @@ class LoadedBatch:
 
 @dataclass(frozen=True, eq=False)
 class WeightsLoaded:
-    """A call of `load_state_dict` of a module; `result` names missing and unexpected keys."""
+    """A call of `load_state_dict` of a module; `result` names missing and unexpected keys.
+
+    With `assign=True`, the module has taken over the tensors of the state.
+    """
 
     module: nn.Module
     state: Any
     result: Any
+    is_assigned: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,7 +330,8 @@ def _state_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
     state = args[1] if len(args) > 1 else kwargs.get("state_dict")
     _tell("on_state_loaded", args[0], state)
     if isinstance(args[0], nn.Module):
-        _tell("on_weights_loaded", WeightsLoaded(args[0], state, result))
+        is_assigned = bool(kwargs.get("assign", len(args) > 3 and args[3]))
+        _tell("on_weights_loaded", WeightsLoaded(args[0], state, result, is_assigned))
 
 
 def _file_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:

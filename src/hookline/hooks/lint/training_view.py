@@ -38,6 +38,15 @@ class ParameterPlace:
     attribute: str
 
 
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter that a module has itself; None if it has none of this name.
+
+    Reading the attribute computes a parametrized weight, and spectral norm changes its buffers.
+    """
+    parameters: dict[str, nn.Parameter | None] = vars(module)["_parameters"]
+    return parameters.get(name)
+
+
 class TrainingView:
     """Where training stands, and the reading of tensors for all checks at once.
 

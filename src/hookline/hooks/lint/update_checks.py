@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.step_samples import EXACT, StepSample
@@ -47,13 +47,16 @@ class _UntrainedCheck(Check):
         row = (name, parameter, self.sample(parameter), self.view.steps_seen)
         self._first.setdefault(id(parameter), row)
 
+    @in_due_steps
     def on_after_optimizer_step(self, optimizer: Any) -> None:
-        for key, (_, parameter, _, _) in self._first.items() if self.view.is_due else ():
+        for key, (_, parameter, _, _) in self._first.items():
             if parameter.grad is not None:
                 self._gradients[key] = self.sample(parameter.grad).abs().sum()
 
     def on_step_end(self) -> None:
         gradients, self._gradients = self._gradients, {}
+        if not self._first:
+            return
         held = self.view.optimized()
         self._first = {key: row for key, row in self._first.items() if key not in held}
         if self.view.steps_seen > FIRST_STEPS or not self._first:
@@ -181,9 +184,10 @@ class OptimizerHasForeignParameters(_UntrainedCheck):
 
     steps = 2
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         shapes = {each.shape for each in _gradientless_strangers(self.view, optimizer)}
-        if not self.view.is_due or not shapes:
+        if not shapes:
             return
         held, self._optimizer = self.view.optimized(), optimizer
         for place in self.view.parameters:
@@ -224,8 +228,9 @@ class ParameterInTwoOptimizers(Check):
         """Count: gradients are others afterwards."""
         self._backwards += 1
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not self.view.is_due or len(self.view.optimizers) < 2:
+        if len(self.view.optimizers) < 2:
             return
         for parameter in parameters_of(optimizer):
             if parameter.grad is None or not parameter.requires_grad:
@@ -476,6 +481,8 @@ class ParameterWithoutGradient(Check):
             self._calls.append(_Call(call.module, has_graph, gets, input_sizes, sizes))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.view.steps_seen > FIRST_STEPS:
+            return
         calls, data, self._calls, self._data = self._calls, self._data, [], set()
         calls = [call for call in calls if _trainable(call.module)]
         own = {id(p) for p in parameters_of(optimizer)}
