@@ -69,8 +69,10 @@ LEVELS = {"WARN": 1, "FAIL": 2, "ERROR": 2, "FATAL": 2, "VIOLATED": 2}
 LOSSES = [name for name in dir(F) if re.fullmatch(r"[a-z0-9_]+(_loss|entropy|_logits)", name)]
 # Of event order: TrainCheck's tutorial calls their violations noise to be ignored.
 ORDER_RELATIONS = ("FunctionCoverRelation", "FunctionLeadRelation")
-# What the writer of the script knows and torchtest2 has an option for.
-BATCH_DIMENSIONS: dict[str, int | None] = {}
+# What the writer of a script knows, and torchtest2 has an option for: outputs compare all samples.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "autocast_not_applied_in_threads": {"skip": ["batch_independence"]},
+}
 
 Frames = list[tuple[Any, int, dict[str, Any]]]
 
@@ -374,7 +376,7 @@ def guardtower_findings(observer: Observer) -> list[list[str]]:
         for buffer, value in buffers:
             buffer.copy_(value)
     findings = [[f.check, f.severity.label, f.message] for f in report]
-    if failed := [message for _, _, message in findings if message.startswith("step_fn raised")]:
+    if failed := [m for _, _, m in findings if re.match(r"(step_fn|backward\(\)) raised", m)]:
         raise CannotLookError(failed[0])
     return findings
 
@@ -386,7 +388,7 @@ def torchtest2_findings(observer: Observer, name: str) -> list[list[str]]:
     modules, call = step.modules, step.call
     options: dict[str, Any] = {
         "optimizer": _own_optimizer(modules, observer.optimizers),
-        "batch_dim": BATCH_DIMENSIONS.get(name, 0),
+        **OPTIONS.get(name, {}),
     }
     calls = [c for c in step.calls if c.module is call.module]
     model, inputs, targets = call.module, (call.args, call.kwargs), None
@@ -409,7 +411,10 @@ def torchtest2_findings(observer: Observer, name: str) -> list[list[str]]:
         elif getattr(call.output, "loss", None) is not observer.loss:
             options["loss_fn"], targets = _loss_function(observer, step)
     report = torchtest2.check_model(model, inputs, targets, **options)
-    return [[r.name, r.status.name, r.message] for r in report.results]
+    findings = [[r.name, r.status.name, r.message] for r in report.results]
+    if failed := [message for _, _, message in findings if message.startswith("raised ")]:
+        raise CannotLookError(f"the step cannot be called again: {failed[0]}")
+    return findings
 
 
 def _loss_function(observer: Observer, step: Step) -> tuple[Callable[..., Any], Any]:
@@ -434,19 +439,24 @@ def torch_audit_start(observer: Observer, optimizer: Any) -> list[Any]:
         modules = [call.module for call in observer.calls[:1]]
     own = _own_optimizer(modules, observer.optimizers) or optimizer
     auditors = [autopatch(module, optimizer=own, every_n_steps=1) for module in modules]
-    backward, is_inside = torch.Tensor.backward, False
+    backward, is_called, is_inside = torch.Tensor.backward, False, False
+
+    def see_call(_module: nn.Module, _args: Any) -> None:
+        nonlocal is_called
+        is_called = True
 
     def audited(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        nonlocal is_inside
-        if is_inside:
+        nonlocal is_called, is_inside
+        if is_inside or not is_called:  # the loss of another model
             backward(loss, *args, **kwargs)
             return
-        is_inside = True
+        is_called, is_inside = False, True
         try:
             auditors[0].backward(loss, *args, **kwargs)
         finally:
             is_inside = False
 
+    modules[0].register_forward_pre_hook(see_call)
     torch.Tensor.backward = audited  # type: ignore[method-assign, assignment]
     return auditors
 
@@ -738,8 +748,12 @@ def main() -> None:
         if options.match not in name or not left:
             continue
         results = []
-        if inside := tuple(tool for tool in left if tool != "traincheck"):
-            results += run_in_forks(inside, folder, name, form, ranks)
+        inside = [tool for tool in left if tool != "traincheck"]
+        # Where ranks do not make the same number of steps, torchtest2 waits forever.
+        apart = [tool for tool in inside if tool == "torchtest2" and ranks > 1]
+        for group in ([tool for tool in inside if tool not in apart], apart):
+            if group:
+                results += run_in_forks(tuple(group), folder, name, form, ranks)
         if "traincheck" in left and form != "fixed":  # both forms at once
             results += run_traincheck(folder, name, ranks)
         with options.results.open("a") as file:
