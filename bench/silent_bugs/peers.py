@@ -833,7 +833,7 @@ def _row(own: dict[tuple[str, ...], dict[str, Any]], level: int) -> list[str]:
         str(sum(bool(wrong and not right) for wrong, right in pairs)),
         str(sum(bool(wrong - right) for wrong, right in pairs)),
         *alarms,
-        f"{statistics.median(result['seconds'] for result in looked.values()):.0f}",
+        f"{statistics.median(result['seconds'] for result in looked.values()):.1f}",
     ]
 
 
