@@ -283,11 +283,11 @@ class Step:
                     args, kwargs = inputs
             return call(module, *args, **kwargs)
 
-        nn.Module.__call__ = intercepted  # type: ignore[method-assign]
+        nn.Module.__call__ = intercepted
         try:
             yield
         finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+            nn.Module.__call__ = call
 
 
 class CannotLookError(Exception):
@@ -457,7 +457,7 @@ def torch_audit_start(observer: Observer, optimizer: Any) -> list[Any]:
             is_inside = False
 
     modules[0].register_forward_pre_hook(see_call)
-    torch.Tensor.backward = audited  # type: ignore[method-assign, assignment]
+    torch.Tensor.backward = audited
     return auditors
 
 
