@@ -93,6 +93,9 @@ def check_replicas() -> None:
     assert train_ranks(DistributedDataParallel(layers())) == set()
     wrapper = DistributedDataParallel(layers())
     assert train_ranks(wrapper.module) == {"replicas-differ"}  # around the wrapper
+    wrapper = DistributedDataParallel(nn.ModuleDict({"net": layers()}))
+    assert train_ranks(wrapper.module["net"]) == {"replicas-differ"}  # a method of the module
+    assert train_ranks(nn.Sequential(DistributedDataParallel(layers()))) == set()
     assert train_ranks(DistributedDataParallel(layers()), own_data=False) == {
         "same-data-on-all-ranks"
     }

@@ -170,6 +170,86 @@ def test_usual_clipping_and_norms_for_logs_are_no_finding() -> None:
         assert run(step) == [], step
 
 
+# -- clipped-while-accumulating --------------------------------------------------------------------
+
+
+def _clip_sums(clip: Callable[[Any], object], micro_batches: int = 2, each: bool = True) -> Any:
+    def step(model: nn.Module, optimizer: Any, i: int) -> None:
+        for k in range(micro_batches):
+            loss_of(model, micro_batches * i + k).backward()
+            if each or k == micro_batches - 1:
+                clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _to_norm(parameters: Any) -> None:
+    clip_grad_norm_(parameters, 0.05)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+@pytest.mark.parametrize(
+    "clip", [_to_norm, partial(clip_grad_value_, clip_value=1e-3)], ids=["norm", "value"]
+)
+def test_clipping_each_micro_batch_is_found(clip: Any, micro_batches: int) -> None:
+    (finding,) = run(_clip_sums(clip, micro_batches))
+    assert (finding.check, finding.subject) == ("clipped-while-accumulating", "SGD")
+    assert finding.step <= 3
+    assert f"({micro_batches - 1} times)" in finding.message
+
+
+def test_clipping_the_whole_sum_is_no_finding() -> None:
+    assert run(_clip_sums(_to_norm, each=False)) == []
+    assert run(_clip_sums(lambda p: clip_grad_norm_(p, 1e3))) == []  # limits nothing
+
+
+def test_clipping_each_sample_and_moving_its_gradient_is_no_finding() -> None:
+    for set_to_none in (True, False):
+
+        def private(model: nn.Module, optimizer: Any, i: int, none: bool = set_to_none) -> None:
+            sums = [torch.zeros_like(p) for p in model.parameters()]
+            for k in range(3):
+                optimizer.zero_grad(set_to_none=none)
+                loss_of(model, 3 * i + k).backward()
+                clip_grad_norm_(model.parameters(), 0.05)
+                for p, total in zip(model.parameters(), sums, strict=True):
+                    total += p.grad
+            for p, total in zip(model.parameters(), sums, strict=True):
+                p.grad = total
+            optimizer.step()
+
+        assert run(private) == []
+
+
+def test_several_optimizers_that_are_clipped_one_after_the_other_are_no_finding() -> None:
+    model = nn.ModuleList([layers(), layers(1)])
+    first, second = model
+    optimizers = [SGD(each.parameters(), lr=0.01) for each in model]
+
+    def step(i: int) -> None:
+        for each, optimizer in zip(model, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss_of(each, i).backward()
+            clip_grad_norm_(each.parameters(), 0.05)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def adversarial(i: int) -> None:
+        optimizers[1].zero_grad()
+        loss_of(second, i).backward()
+        clip_grad_norm_(second.parameters(), 0.05)
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        second(torch.cat([first(batch(i)[0])] * 2, 1)).square().mean().backward()
+        clip_grad_norm_(first.parameters(), 0.05)
+        optimizers[0].step()
+
+    for step_fn in (step, adversarial):
+        assert lint(model, optimizers, step_fn=step_fn) == []
+
+
 # -- clipped-while-scaled, fp16-without-scaler -----------------------------------------------------
 
 

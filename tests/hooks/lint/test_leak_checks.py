@@ -233,6 +233,21 @@ def test_a_softmax_over_the_samples_of_a_loader_is_found():
     assert [finding.check for finding in lint.findings] == ["output-depends-on-other-samples"]
 
 
+def test_a_model_that_is_random_in_eval_mode_is_not_compared():
+    class Random(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 2)
+
+        def forward(self, ids):
+            return self.head(F.dropout(self.embed(ids).mean(1)))
+
+    torch.manual_seed(0)
+    model = Random()
+    found = lint_steps(model, lambda s: F.cross_entropy(model(tokens(s)), torch.arange(4) % 2), 3)
+    assert set(found) == {"dropout-ignores-eval-mode"}
+
+
 @pytest.mark.parametrize("case", ["batch first", "time first", "graph", "set", "points", "pairs"])
 def test_mixing_that_is_meant_is_not_found(case):
     torch.manual_seed(0)
@@ -319,6 +334,27 @@ def test_masks_that_say_nothing_of_padding_are_not_found(case):
         return F.cross_entropy(outputs, torch.arange(4) % 2)
 
     assert not lint_steps(model, loss_of, 3)
+
+
+def test_a_model_of_one_length_is_left_out_in_plain_words():
+    class OneLength(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(13, 2), nn.Linear(24, 2)
+
+        def forward(self, ids):
+            return self.head(self.embed(ids).flatten(1))
+
+    model, lint = OneLength(), hookline.Lint()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookline.attach(model, optimizer, hooks=[lint]):
+        for step in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(tokens(step)), torch.arange(4) % 2).backward()
+            optimizer.step()
+    assert not lint.findings
+    reason = "the model takes no sequences shorter than 12 tokens"
+    assert lint.left_out["output-depends-on-padding"] == reason
 
 
 # -- packed-documents-attend-to-each-other ---------------------------------------------------------

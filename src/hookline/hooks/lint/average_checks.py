@@ -26,7 +26,7 @@ _NAMES = ("ema", "average", "shadow", "swa", "polyak")
 
 @dataclass(eq=False)
 class _Average:
-    """What follows the parameters, and what was measured of some of them."""
+    """An average that follows the parameters, and what was measured of some of them."""
 
     name: str
     holder: Any  # a module, a mapping or a sequence with the tensors

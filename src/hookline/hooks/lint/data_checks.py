@@ -27,7 +27,7 @@ _MANY_SAMPLES = 5
 
 @dataclass(eq=False)
 class _Epoch:
-    """What one iteration over a loader has delivered."""
+    """The batches that one iteration over a loader has delivered."""
 
     order: list[Any] = field(default_factory=list)
     epoch_of_sampler: Any = None

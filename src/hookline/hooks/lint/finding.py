@@ -29,7 +29,7 @@ def in_due_steps(method: Method) -> Method:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """Something that a check has found.
 
     Attributes:
         check: the check's id.

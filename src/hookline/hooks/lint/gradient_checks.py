@@ -23,6 +23,8 @@ _STEPS_IN_A_ROW = 2
 _MAX_PARAMETERS = 8  # of an optimizer, where a few tell enough
 _MAX_NODES = 2000  # of a graph
 _MARK = "hookline_step"
+_MAX_LOOKS = 32  # at a gradient that is clipped, in a step
+_SHRUNK = 0.999
 
 
 class GradientsNotZeroed(Check):
@@ -216,6 +218,83 @@ class ClippedWhileScaled(Check):
                 name,
                 f"Gradients were clipped while they were multiplied by {scale:g}, and unscaled "
                 f"afterwards: a limit of 1 acts like {1 / scale:.3g}.",
+            )
+
+
+class ClippedWhileAccumulating(Check):
+    """Gradients are clipped after each micro-batch, while their sum is not complete.
+
+    What the first micro-batches have added is shrunk again and again, so that the last ones count
+    most: the gradient has another direction than that of the whole batch.
+
+    Bug:
+        for micro in step:
+            (loss_fn(model(micro.x), micro.y) / len(step)).backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    Fix: Clip once, between the last backward and the step.
+    Ignore: When the running sum is meant to be limited.
+    """
+
+    severity = "warning"
+
+    def setup(self) -> None:
+        self._chosen: dict[Any, Tensor] = {}  # by clip: the parameter that is looked at
+        self._seen: dict[Any, list[tuple[str, Tensor]]] = {}  # by clip: sums of its gradient
+
+    def on_before_backward(self, loss: Any) -> None:
+        self._look("start")
+
+    def on_after_backward(self) -> None:
+        self._look("end")
+
+    def on_clip_call(self, call: ClipCall) -> None:
+        """Look at a gradient of these parameters, if they are clipped in the same way again."""
+        if not self.view.is_due or not _limits(call):
+            return
+        limit = call.max_norm if isinstance(call.max_norm, float | int) else None
+        key = call.function, limit, frozenset(map(id, call.tensors))
+        if key not in self._chosen and len(self._chosen) < _MAX_PARAMETERS:
+            parameter = _smallest(p for p in call.tensors if _is_dense(p.grad))
+            if parameter is not None:
+                self._chosen[key] = parameter
+        self._look("clip", key)
+
+    def _look(self, when: str, clip: Any = None) -> None:
+        for key, parameter in self._chosen.items() if self.view.is_due else ():
+            seen = self._seen.setdefault(key, [])
+            if parameter.grad is None:
+                seen.clear()
+            elif clip in (None, key) and len(seen) < _MAX_LOOKS:
+                seen.append((when, _sum(self.view, parameter.grad)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if not self._seen:
+            return
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for key, parameter in self._chosen.items():
+            if id(parameter) in own:
+                seen = self._seen.pop(key, [])
+                when, sums = [each for each, _ in seen], [each for _, each in seen]
+                if when.count("clip") > 1:
+                    self.read(sums, self._judge, when, key, type(optimizer).__name__)
+
+    def on_step_end(self) -> None:
+        self._seen.clear()
+
+    def _judge(self, sums: list[float], when: list[str], key: Any, name: str) -> None:
+        """Count how often a clipped sum got more from backward, and was clipped once more."""
+        count = 0
+        for i in range(len(when) - 4):
+            before, clipped, kept, after, _ = sums[i : i + 5]
+            is_pattern = when[i : i + 5] == ["end", "clip", "start", "end", "clip"]
+            is_kept = clipped == kept != after
+            count += is_pattern and is_kept and 0 < clipped < _SHRUNK * before
+        if self.in_a_row(count, key) >= _STEPS_IN_A_ROW:
+            self.find(
+                name,
+                f"In a step, backward added to clipped gradients, which were then clipped again "
+                f"({count} times), in {_STEPS_IN_A_ROW} steps in a row.",
             )
 
 
@@ -497,13 +576,21 @@ def _dense(optimizer: Any) -> Iterator[Tensor]:
     """Yield the optimizer's parameters with a gradient that is not sparse."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None and parameter.grad.layout is torch.strided:
+            if _is_dense(parameter.grad):
                 yield parameter
+
+
+def _is_dense(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided
 
 
 def _small_matrix(optimizer: Any) -> Tensor | None:
     """Return the smallest matrix with a gradient, or vector: large ones are often embeddings."""
-    return min(_dense(optimizer), key=lambda p: (p.ndim < 2, p.numel()), default=None)
+    return _smallest(_dense(optimizer))
+
+
+def _smallest(parameters: Iterator[Tensor]) -> Tensor | None:
+    return min(parameters, key=lambda p: (p.ndim < 2, p.numel()), default=None)
 
 
 def _some_with_gradients(optimizer: Any) -> list[Tensor]:

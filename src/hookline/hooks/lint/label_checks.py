@@ -14,6 +14,7 @@ from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.token_labels import aligned, is_any_shifted_by, is_shifted_by, token_ids
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
+from hookline.loop.model_watch import unwrapped
 
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _STEPS_IN_A_ROW = 3
@@ -354,11 +355,13 @@ class EndTokenNeverTrained(Check):
         self._tokens = EmbeddedTokens()
         self._seen = 0
         self._ends: set[float] = set()
+        self._stops: set[float] = set()  # also those of generation
+        self._is_appended = True  # the data end every sequence with it
 
     def on_train_start(self) -> None:
         for model in self.view.models:
-            end = getattr(getattr(model, "config", None), "eos_token_id", None)
-            self._ends.update(end if isinstance(end, list) else [] if end is None else [end])
+            self._ends |= _end_tokens(model, "config")
+            self._stops |= self._ends | _end_tokens(model, "generation_config")
 
     def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
@@ -384,6 +387,7 @@ class EndTokenNeverTrained(Check):
                 (is_used & (later == end)).any(),
                 trailing.min(),
                 (last_labels == last_labels[0]).all(),
+                last_labels[0, 0],
             ],
             self._judge,
         )
@@ -392,12 +396,17 @@ class EndTokenNeverTrained(Check):
         self._tokens.forget()
 
     def _judge(self, numbers: list[float]) -> None:
-        end, is_padded, is_next, is_trained, shortest, has_other_end = numbers
+        end, is_padded, is_next, is_trained, shortest, is_same_last, last = numbers
+        is_known = end in self._ends
+        self._is_appended &= shortest == 1
+        # A template may close each text with another token, which then ends generation.
+        has_other_end = is_same_last and (
+            not is_known or last in self._stops or not self._is_appended
+        )
         if not is_next or has_other_end:
             return
         if is_trained:
             self._seen = -math.inf  # type: ignore[assignment]
-        is_known = end in self._ends
         if is_padded and (shortest == 1 or is_known):
             self._seen += 1
         if self._seen >= _STEPS_IN_A_ROW:
@@ -406,6 +415,11 @@ class EndTokenNeverTrained(Check):
                 f"Every sequence ends with the token {end:.0f}, which is also the padding, and all "
                 f"its labels are ignored (in {self._seen} batches).",
             )
+
+
+def _end_tokens(model: nn.Module, config: str) -> set[float]:
+    end = getattr(getattr(unwrapped(model), config, None), "eos_token_id", None)
+    return set(end) if isinstance(end, list) else set() if end is None else {end}
 
 
 class FirstLossTooHigh(Check):
@@ -460,28 +474,36 @@ class FirstLossTooHigh(Check):
 
 
 class EmbeddedTokens:
-    """The tokens of the latest forward in a step: what the largest embedding got."""
+    """The tokens of the latest forward in a step, among all that embeddings got."""
 
     def __init__(self) -> None:
-        self._ids: Tensor | None = None
-        self._size = 0
+        self._ids: dict[nn.Embedding, Tensor] = {}  # in the order of their calls
 
     def see(self, call: ModuleCall) -> None:
         """Keep the input of an embedding."""
         module, ids = call.module, call.args[0] if call.args else None
         if not isinstance(module, nn.Embedding) or not isinstance(ids, Tensor):
             return
-        is_tokens = ids.ndim == 2 and ids.shape[1] >= 4 and call.has_gradients
-        if is_tokens and module.num_embeddings >= self._size:
-            self._ids, self._size = ids, module.num_embeddings
+        if ids.ndim == 2 and ids.shape[1] >= 4 and call.has_gradients:
+            self._ids.pop(module, None)
+            self._ids[module] = ids
 
     def labelled(self, call: LossCall) -> tuple[Tensor, Tensor] | None:
-        """Return the labels of these tokens, and the tokens; None if they do not match."""
-        if self._ids is None or not call.has_gradients or not has_class_labels(call):
+        """Return the labels of tokens, and these tokens; None if none match.
+
+        Tokens, not their positions, are embedded by as many vectors as there are classes, or by
+        the largest embedding.
+        """
+        if not self._ids or not call.has_gradients or not has_class_labels(call):
             return None
-        target = aligned(call.target, self._ids)
-        return None if target is None else (target, self._ids)
+        classes = call.input.shape[_class_dimension(call)]
+        sizes = {module: module.num_embeddings for module in reversed(self._ids)}
+        for module in sorted(sizes, key=lambda m: (sizes[m] != classes, -sizes[m])):
+            target = aligned(call.target, self._ids[module])
+            if target is not None:
+                return target, self._ids[module]
+        return None
 
     def forget(self) -> None:
         """Forget the tokens, after a step."""
-        self._ids, self._size = None, 0
+        self._ids = {}

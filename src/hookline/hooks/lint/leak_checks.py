@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hookline.hooks.debugging.repeated_forward import CannotRepeatError
 from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.token_labels import (
@@ -76,8 +77,8 @@ class Comparison:
     def change(self, where: Tensor | None = None, rows: slice | None = None) -> Tensor:
         """Return the largest change, as a part of the largest output.
 
-        It is 0 if it is within rounding, or if two equal calls differ. `where` selects samples or
-        tokens, `rows` a range of tokens.
+        It is 0 if it is within rounding, or if the model draws random numbers. `where` selects
+        samples or tokens, `rows` a range of tokens.
         """
         rows = rows or slice(None)
         part = difference(
@@ -112,7 +113,7 @@ def attention_names(view: TrainingView) -> list[str]:
 
 
 def repeats(outputs: Tensor, again: Tensor | None) -> Tensor:
-    """Return whether two equal calls have given the same."""
+    """Return whether equal calls with other random numbers have given the same."""
     if again is None or again.shape != outputs.shape:
         return torch.zeros((), dtype=torch.bool, device=outputs.device)
     return (outputs == again).all()
@@ -232,7 +233,7 @@ def _rows(tensor: Tensor, samples: int, rows: list[int]) -> Tensor:
 
 
 class OutputDependsOnPadding(Check):
-    """What is masked as padding changes the outputs.
+    """Inputs that are masked as padding change the outputs.
 
     The mask is not used, has the wrong sign, or gets lost. The result then depends on how long the
     other sequences of a batch are.
@@ -278,12 +279,22 @@ class OutputDependsOnPadding(Check):
         where = ~is_padding & is_short
         self._compare(call, ids, ids[:, :-_REMOVED], where, alike, "")
 
+    def _call_with(self, call: RepeatableCall, ids: Tensor, changed: Tensor) -> Any:
+        """Return the outputs for other tokens; None if the model takes one length only."""
+        try:
+            return call.run_with(lambda x: changed if x is ids else x)
+        except CannotRepeatError as error:
+            if changed.shape == ids.shape or error.__cause__ is None:  # it was not even called
+                raise
+            self.left_out = f"the model takes no sequences shorter than {ids.shape[1]} tokens"
+            return None
+
     def _compare(
         self, call: RepeatableCall, ids: Tensor, changed: Tensor, where: Tensor, *alike: Any
     ) -> None:
         is_like_padding, name = alike
-        outputs, width = call.run_with(lambda x: changed if x is ids else x), changed.shape[1]
-        every = [call.outputs, call.repeated_outputs]
+        every, width = [call.outputs, call.repeated_outputs], changed.shape[1]
+        outputs = self._call_with(call, ids, changed)
         before, again = (token_outputs(each, ids) for each in every)
         after = token_outputs(outputs, changed)
         if before is None or again is None:

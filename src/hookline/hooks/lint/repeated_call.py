@@ -69,13 +69,13 @@ class RepeatableCall:
 
     @cached_property
     def outputs(self) -> Any:
-        """What the model returns for the inputs of the call, in eval mode."""
+        """The outputs of the model for the inputs of the call, in eval mode."""
         return self.run()
 
     @cached_property
     def repeated_outputs(self) -> Any:
-        """The same once more: where these differ, no comparison says anything."""
-        return self.run()
+        """The same with other random numbers: where these differ, no comparison says anything."""
+        return self.run(seed=1)
 
     def run_with(self, change: Callable[[Tensor], Tensor]) -> Any:
         """Return what the model returns, in eval mode, for tensors that `change` returns."""
@@ -122,11 +122,17 @@ class RepeatableCall:
         return (one == two).all() & is_same & (two != 0).any()
 
     def run(
-        self, args: Any = None, kwargs: Any = None, *, train: bool = False, gradients: bool = False
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        train: bool = False,
+        gradients: bool = False,
+        seed: int = 0,
     ) -> Any:
         """Return what the model returns for these inputs, by default those of the call.
 
-        Every call starts with the same random numbers, and with copies of the buffers.
+        Calls with one seed start with the same random numbers, all with copies of the buffers.
 
         Raises:
             CannotRepeatError: it cannot be called without an effect on training, or fails.
@@ -137,16 +143,20 @@ class RepeatableCall:
         _drop_hooks(model)
         args = self.args if args is None else args
         kwargs = self.kwargs if kwargs is None else kwargs
-        with torch.set_grad_enabled(gradients), self._apart(), only_compute(self._call, parameters):
+        with (
+            torch.set_grad_enabled(gradients),
+            self._apart(seed),
+            only_compute(self._call, parameters),
+        ):
             return model(*args, **kwargs)
 
     @contextmanager
-    def _apart(self) -> Generator[None, None, None]:
+    def _apart(self, seed: int = 0) -> Generator[None, None, None]:
         """Draw random numbers of a generator that is put back afterwards."""
         devices = {torch.device("cpu"), self.device}
         states = [(device, random_state(device)) for device in devices]
         try:
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             yield
         finally:
             for device, state in states:

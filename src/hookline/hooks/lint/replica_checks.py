@@ -44,7 +44,7 @@ class ReplicasDiffer(Check):
     def setup(self) -> None:
         self._samples: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._start: dict[str, int] = {}
-        self._is_bypassed: bool | None = None
+        self._bypassed: set[int] | None = None  # parameters of wrappers that are not called
 
     def on_train_start(self) -> None:
         if self.view.ranks == 1:
@@ -83,8 +83,8 @@ class ReplicasDiffer(Check):
         self.on_train_end()
 
     def on_train_end(self) -> None:
-        if self._is_bypassed is None:
-            self._is_bypassed = _is_inside_unused_wrapper(self.view.model)
+        if self._bypassed is None:
+            self._bypassed = _parameters_of_other_wrappers(self.view.model)
         self._sample_weights("weights")
         self._read(self._exchange)
 
@@ -105,21 +105,23 @@ class ReplicasDiffer(Check):
         if not different:
             return
         most_agree = 2 * len(different) <= len(known)
-        if isinstance(self.view.model, DistributedDataParallel) or self._is_bypassed:
+        wrapped = self._bypassed or set()
+        bypassed = {place.name for place in self.view.parameters if id(place.tensor) in wrapped}
+        if isinstance(self.view.model, DistributedDataParallel):
             found = different
         else:
             found = [
                 name
                 for name in different
-                if name in same_gradients or (most_agree and name in started)
+                if name in same_gradients | bypassed or (most_agree and name in started)
             ]
         if not found:
             return
         why = "and so do their gradients"
         if set(found) & same_gradients:
             why = "although they got the same gradients"
-        elif self._is_bypassed:
-            why = "as the module inside DistributedDataParallel is called, not the wrapper"
+        elif set(found) & bypassed:
+            why = "as what is inside DistributedDataParallel is called, not the wrapper"
         self.find(
             found,
             f"{len(found)} of {len(known)} weights differ between {len(ranks)} processes after "
@@ -301,12 +303,11 @@ def _broadcasts_buffers(model: Any) -> bool:
     return bool(getattr(model, "forward_sync_buffers", older))
 
 
-def _is_inside_unused_wrapper(model: nn.Module) -> bool:
-    """Return whether a DDP object exists that has this model, and it is not what is called."""
-    if isinstance(model, DistributedDataParallel):
-        return False
-    wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
-    return any(each.module is model for each in wrappers)
+def _parameters_of_other_wrappers(model: nn.Module) -> set[int]:
+    """Return the parameters of DDP objects that are no part of the model: these are not called."""
+    own = set(map(id, model.modules()))
+    wrappers = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    return {id(p) for each in wrappers if id(each) not in own for p in each.parameters()}
 
 
 def _is_data_parallel(model: nn.Module) -> bool:
