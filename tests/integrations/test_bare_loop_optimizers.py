@@ -735,3 +735,41 @@ def test_the_norm_is_that_before_an_optimizer_that_changes_gradients(kind, drive
                 optimizer.zero_grad()
     assert hook.seen == pytest.approx(hook.expected)
     assert len(hook.seen) == 4
+
+
+class Combined:
+    """Steps two optimizers, as in modded-nanogpt; its state is a list, which cannot be loaded."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, **options):
+        for each in self.optimizers:
+            each.zero_grad(**options)
+
+    def state_dict(self):
+        return [each.state_dict() for each in self.optimizers]
+
+
+def test_the_optimizers_that_another_object_steps_can_be_attached_and_saved(tmp_path) -> None:
+    saving = {"name": "model_checkpoint", "every_n_steps": 2}
+    for inner in (False, True):
+        model, _ = make()
+        combined = Combined(two_optimizers(model))
+        hook = recorder(on_step_end=("step",))
+        optimizer = combined.optimizers if inner else combined
+        session = hookline.attach(model, optimizer, hooks=[hook, saving], runs=tmp_path)
+        if not inner:
+            with pytest.raises(LoopError, match="attach those instead"):
+                train(model, combined, batches(4))
+            session.detach()
+            continue
+        with session:
+            train(model, combined, batches(4))
+        assert (session.run.checkpoints / "step_000004").is_dir()
+        assert [told["step"] for told in told_in(hook, "on_step_end")] == [1, 2, 3, 4]
