@@ -771,5 +771,5 @@ def test_the_optimizers_that_another_object_steps_can_be_attached_and_saved(tmp_
             continue
         with session:
             train(model, combined, batches(4))
-        assert (session.run.checkpoints / "step_000004").is_dir()
+        assert (session.run.checkpoints / "epoch=0-step=4").is_dir()
         assert [told["step"] for told in told_in(hook, "on_step_end")] == [1, 2, 3, 4]
