@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -685,3 +686,90 @@ def test_a_state_that_waits_is_not_for_the_scaler_of_another_model(tmp_path):
         scaled_loop(model, optimizer, own, batches(1))
         assert session.scaler is own
     assert (its_scaler.get_scale(), own.get_scale()) == (8.0, 1024.0)
+
+
+class ChangesGradients(torch.optim.SGD):
+    """Computes in the gradients, as Muon does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.mul_(0.1)
+        return super().step(closure)
+
+
+OPTIMIZERS = {
+    "own": ChangesGradients,
+    "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
+    "sgd": torch.optim.SGD,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("driver", ["bare loop", "trainer"])
+def test_the_norm_is_that_before_an_optimizer_that_changes_gradients(kind, driver) -> None:
+    class Norms(hookline.Hook):
+        def __init__(self) -> None:
+            self.expected: list[float] = []
+            self.seen: list[float] = []
+
+        def on_before_optimizer_step(self, model):
+            gradients = [p.grad for p in model.parameters()]
+            self.expected.append(nn.utils.get_total_norm(gradients).item())
+
+        def on_step_end(self, grad_norm):
+            self.seen.append(grad_norm)
+
+    torch.manual_seed(0)
+    model, hook = nn.Linear(4, 1), Norms()
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
+    data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(4)]
+    if driver == "trainer":
+        trainer = hookline.Trainer(None, model, optimizer, loss_fn=F.mse_loss, hooks=[hook])
+        trainer.fit(data)
+    else:
+        with hookline.attach(model, optimizer, hooks=[hook]):
+            for x, y in data:
+                F.mse_loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert hook.seen == pytest.approx(hook.expected)
+    assert len(hook.seen) == 4
+
+
+class Combined:
+    """Steps two optimizers, as in modded-nanogpt; its state is a list, which cannot be loaded."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, **options):
+        for each in self.optimizers:
+            each.zero_grad(**options)
+
+    def state_dict(self):
+        return [each.state_dict() for each in self.optimizers]
+
+
+def test_the_optimizers_that_another_object_steps_can_be_attached_and_saved(tmp_path) -> None:
+    saving = {"name": "model_checkpoint", "every_n_steps": 2}
+    for inner in (False, True):
+        model, _ = make()
+        combined = Combined(two_optimizers(model))
+        hook = recorder(on_step_end=("step",))
+        optimizer = combined.optimizers if inner else combined
+        session = hookline.attach(model, optimizer, hooks=[hook, saving], runs=tmp_path)
+        if not inner:
+            with pytest.raises(LoopError, match="attach those instead"):
+                train(model, combined, batches(4))
+            session.detach()
+            continue
+        with session:
+            train(model, combined, batches(4))
+        assert (session.run.checkpoints / "epoch=0-step=4").is_dir()
+        assert [told["step"] for told in told_in(hook, "on_step_end")] == [1, 2, 3, 4]

@@ -43,7 +43,8 @@ class EventContext:
         means: of the epoch.
         validated: the metrics of the epoch's last validation.
         latest_loss: of the latest batch or step; None before the first.
-        norms: of gradients before clipping, by optimizer, where the loop clips itself.
+        norms: of gradients before clipping or the step, by optimizer, where they may change then.
+        leaves_gradients: whether an optimizer's step leaves its gradients as they are, by number.
         optimizer_names: the names of the optimizers, if they have any.
         stepped: the optimizers of the step, if not all of them step at the same time; () for all.
         clipped_norm: of all gradients before clipping; None if it is not known.
@@ -84,6 +85,8 @@ class EventContext:
         self.made_gradients: Gradients | None = None
         self.observation: Any = None
         self.norms: dict[int, torch.Tensor] = {}
+        self.leaves_gradients: dict[int, bool] = {}
+        self._versions_before: dict[int, Versions] = {}
         self.optimizer_names: tuple[str, ...] = ()
         self.stepped: tuple[int, ...] = ()
         self.clipped_norm: torch.Tensor | None = None
@@ -246,6 +249,25 @@ class EventContext:
             for i in self._optimizers_of_step()
         ]
         return norms[0] if len(norms) == 1 else global_norm(norms)
+
+    def keep_norm(self, i: int) -> None:
+        """Compute the norm before an optimizer steps, if the step may change its gradients.
+
+        Some optimizers compute in them: Muon, SGD with Nesterov momentum and `foreach`. Whether one
+        does is seen in its first step. The others have their norm computed when it is read.
+        """
+        if self.leaves_gradients.get(i):
+            return
+        optimizer = self.optimizers[i]
+        if i not in self.norms:
+            self.norms[i] = norm_or_nan(lambda: global_norm(gradients_of(optimizer)))
+        if i not in self.leaves_gradients:
+            self._versions_before[i] = gradient_versions(optimizer)
+
+    def note_step(self, i: int) -> None:
+        """Note whether an optimizer that has stepped has changed its gradients."""
+        if before := self._versions_before.pop(i, None):
+            self.leaves_gradients[i] = gradient_versions(self.optimizers[i]) == before
 
     def prepare_norm(self) -> None:
         """Compute the norm of sharded gradients, if a hook of any rank asks for it."""

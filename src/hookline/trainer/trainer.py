@@ -944,6 +944,9 @@ class Trainer:
                 for idx, optimizer in enumerate(self.optimizers)
                 if self.epoch_progress.round % plan.optimizer_every[idx] == 0
             ]
+        agreed = context.norm_is_agreed  # a norm of sharded gradients takes all ranks
+        asks = fire.on_step_end is not None if agreed is None else agreed
+        wants_norm = asks and not plan.clips
         context.skipped = True
         for idx, optimizer in plan.due:
             context.optimizer_idx = idx
@@ -959,6 +962,8 @@ class Trainer:
             if fire.on_before_optimizer_step is not None:
                 fire.on_before_optimizer_step(context)
             reason = self._skip_reason(idx) if multi_rank or requests.pending else ""
+            if wants_norm:
+                context.keep_norm(idx)
             if not reason and not strategy.step(optimizer):
                 reason = "the scaler found non-finite gradients"
             if reason:
@@ -968,6 +973,8 @@ class Trainer:
                     fire.on_step_skipped(context)
                 continue
             context.skipped = False
+            if wants_norm:
+                context.note_step(idx)
             if fire.on_after_optimizer_step is not None:
                 fire.on_after_optimizer_step(context)
             if schedulers:
@@ -1020,6 +1027,7 @@ class Trainer:
             log_value(context.step, context.epoch, "train/loss", loss)
             for name, value in mean_metrics(self._metrics).items():
                 log_value(context.step, context.epoch, f"train/{name}", value)
+        context.norms.clear()
         used = self.optimizers if self._drops_gradients else [o for _, o in self._plan.due]
         for optimizer in used:
             zero_grad(optimizer)

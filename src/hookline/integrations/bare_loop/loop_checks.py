@@ -308,8 +308,9 @@ class LoopChecks:
     def warn_of_no_optimizer(self, what: str) -> None:
         """Warn that no optimizer was seen, and which hooks are not called without one."""
         events = [e for e in (*EVENTS, *FLOWS) if e in _OF_STEPS]
-        labels = ", ".join(self._listeners(*events))
-        missing = f", so {labels} is not called" if labels else ""
+        labels = self._listeners(*events)
+        verb = "is" if len(labels) == 1 else "are"
+        missing = f", so {', '.join(labels)} {verb} not called" if labels else ""
         self.warn_once(
             what,
             f"{what} the parameters of the attached model{missing}. Optimizers of torch are seen "

@@ -250,7 +250,8 @@ def _check_has_state(optimizer: Any) -> None:
     if not methods or not {"state", "param_groups"} <= optimizer.state_dict().keys():
         raise LoopError(
             f"The state of {kind.__name__} cannot be saved in a checkpoint. It needs `state_dict` "
-            "and `load_state_dict`, with 'state' and 'param_groups' as in torch.optim.Optimizer."
+            "and `load_state_dict`, with 'state' and 'param_groups' as in torch.optim.Optimizer. "
+            "If it steps optimizers of torch, attach those instead."
         )
 
 

@@ -729,6 +729,8 @@ class StepWatch:
             self.dispatchers.on_before_optimizer_step(self.context)
         if self._looks_at_skips:
             self._apply_skip(i)
+        if self._norm_is_wanted():
+            self.context.keep_norm(i)
 
     def _watch_closure(self, i: int, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that begins the step: gradients exist after it has run once."""
@@ -772,6 +774,7 @@ class StepWatch:
         if reason := self._requests.why_skipped(i):
             self._skip_optimizer_step(i, reason)
             return
+        self.context.note_step(i)
         if self.dispatchers.on_after_optimizer_step is not None:
             self.context.optimizer_idx = i
             self.dispatchers.on_after_optimizer_step(self.context)
@@ -835,10 +838,11 @@ class StepWatch:
         if self.rule.is_complete(self._stepped):
             self._end_optimizer_steps()
             single = self.scaler is None and len(self.optimizers) == 1
-            self._takes_short_path = self._verified and single
-        elif self._norm_is_wanted():  # later backwards may change these gradients
-            gradients = gradients_of(self.optimizers[i])
-            self.context.norms.setdefault(i, norm_or_nan(partial(global_norm, gradients)))
+            has_norm = not self._norm_is_wanted() or self.context.leaves_gradients.get(i, False)
+            self._takes_short_path = self._verified and single and has_norm
+        elif i not in self.context.norms and self._norm_is_wanted():
+            gradients = gradients_of(self.optimizers[i])  # later backwards may change them
+            self.context.norms[i] = norm_or_nan(partial(global_norm, gradients))
 
     def _end_optimizer_steps(self, *, is_late: bool = False) -> None:
         skipped = not any(self._stepped.values())
