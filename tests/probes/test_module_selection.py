@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hookline.errors import ConfigError
+from hookline.errors import ArgumentError, ConfigError
 from hookline.probes.module_selection import select
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.parameter_names import match_names, named_parameters, parameters_by_name
@@ -190,6 +190,12 @@ def test_what_chooses_nothing_is_an_error_that_says_why(net, which, said):
 
 
 # -- wrappers
+
+
+def test_a_function_with_other_parameters_is_an_error_that_names_them(net):
+    with pytest.raises(ArgumentError, match=r"called with \(name, module\)") as caught:
+        select(net, lambda: True)
+    assert "lambda" in str(caught.value)
 
 
 def test_compiling_does_not_change_names(net):

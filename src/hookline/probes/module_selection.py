@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, Union, get_origin
 
 from torch import nn
 
-from hookline.arguments import show_value
+from hookline.arguments import check_function, show_value
 from hookline.errors import ConfigError, listed
 from hookline.tensors.name_patterns import (
     ModulePlace,
@@ -97,6 +97,7 @@ def _find(places: list[ModulePlace], item: Any) -> list[ModulePlace]:
     if _is_type(item):
         return _filter(places, lambda place: isinstance(place.module, item))
     if callable(item):
+        check_function("The function that chooses modules", item, "name", "module")
         return _filter(places, lambda place: item(place.name, place.module))
     raise ConfigError(
         f"Modules cannot be chosen by a {type(item).__name__}: {show_value(item)}. Give a name, a "
