@@ -384,15 +384,27 @@ def test_vanishing_updates_and_steps_without_a_change_are_no_finding() -> None:
 # -- optimizer-state-counts-too-many-steps ---------------------------------------------------------
 
 
-def test_a_synthetic_step_is_found() -> None:
-    model = layers()
+def with_synthetic_step(model: nn.Module) -> Adam:
     optimizer = Adam(model.parameters(), lr=1e-3)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    findings = lint(model, optimizer)
+    return optimizer
+
+
+def test_a_synthetic_step_is_found() -> None:
+    model = layers()
+    findings = lint(model, with_synthetic_step(model))
     assert ids(findings) == ["optimizer-state-counts-too-many-steps"]
     assert (findings[0].subject, findings[0].step) == ("Adam", 1)
+
+
+def test_a_synthetic_step_that_is_not_counted_is_no_finding() -> None:
+    model = layers()
+    optimizer = with_synthetic_step(model)
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    assert lint(model, optimizer) == []
 
 
 def test_counts_of_earlier_training_are_no_finding() -> None:

@@ -73,7 +73,7 @@ def sample_step(view: TrainingView, optimizer: Any) -> list[StepSample]:
             continue
         entry = getattr(optimizer, "state", {}).get(p, {})
         state = {
-            key: view.sample(value) if isinstance(value, Tensor) and value.ndim else value
+            key: _copy(view, value) if isinstance(value, Tensor) else value
             for key, value in entry.items()
         }
         sample = StepSample(
@@ -83,6 +83,11 @@ def sample_step(view: TrainingView, optimizer: Any) -> list[StepSample]:
             sample.expected = _expected_change(type(optimizer), sample)
         samples.append(sample)
     return samples
+
+
+def _copy(view: TrainingView, value: Tensor) -> Tensor:
+    """Return elements of a tensor as they are now; a counter of steps is changed by the step."""
+    return view.sample(value) if value.ndim else value.clone()
 
 
 def _is_computable(optimizer: Any) -> bool:
