@@ -24,7 +24,7 @@ RULES = {
     12: "the record is true",
     13: "precision and life",
 }
-_TITLES = {"Bug": "The bug", "Fix": "The fix", "Ignore": "When to ignore it"}
+_TITLES = {"Bug": "Bug", "Fix": "Fix", "Ignore": "When to ignore it"}
 
 
 def pages() -> dict[str, str]:
@@ -33,16 +33,15 @@ def pages() -> dict[str, str]:
 
 
 def table() -> str:
-    """Return a table of the checks of each rule: severity, and the cost of active ones."""
+    """Return a table of the checks of each rule."""
     lines: list[str] = []
     for rule, name in RULES.items():
         lines += [f"## {rule}: {name}", "", "| check | finds | severity | kind |"]
         lines += ["|---|---|---|---|"]
         for check in (one for one in CHECKS if one.rule == rule):
             finds = " ".join(check.page().split("\n\n")[0].split())
-            kind = f"active: {_cost(check)}" if check.is_active else "passive"
-            row = f"| [{check.id}](checks/{check.id}.md) | {finds} | {check.severity} | {kind} |"
-            lines.append(row)
+            link = f"[{check.id}](checks/{check.id}.md)"
+            lines.append(f"| {link} | {finds} | {check.severity} | {_kind(check)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -57,18 +56,17 @@ def _page(check: type[Check]) -> str:
     lines = [
         f"# {check.id}",
         "",
-        "<!-- Written by `make generate` from the check's docstring; edit there. -->",
+        "<!-- Written from the check's docstring; edit there. -->",
         "",
         sections.pop("").strip(),
         "",
-        f"Severity: {check.severity}. Rule {check.rule}: {RULES[check.rule]}. This check is "
-        f"{_kind(check)}; cost: {_cost(check)}. [All checks](../checks.md).",
+        f"{check.severity.capitalize()}, {_kind(check)}: {_cost(check)}. "
+        "[All checks](../checks.md).",
     ]
     for title, body in sections.items():
         text = textwrap.dedent(body) if title == "Bug" else " ".join(body.split())
         lines += ["", f"## {_TITLES[title]}", "", *_body(title, text.strip("\n"))]
-    lines += [*_how_to_ignore(check), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def _body(title: str, text: str) -> list[str]:
@@ -85,10 +83,6 @@ def _is_python(text: str) -> bool:
     return True
 
 
-def _how_to_ignore(check: type[Check]) -> list[str]:
-    return ["", f'`hookline.Lint(ignore=["{check.id}"])`, or `hookline lint --ignore {check.id}`.']
-
-
 def _kind(check: type[Check]) -> str:
     return "active" if check.is_active else "passive"
 
@@ -98,7 +92,7 @@ def _cost(check: type[Check]) -> str:
     own = [one for one in check.__mro__ if issubclass(one, Check) and one is not Check]
     source = "".join(map(inspect.getsource, own))
     costs = ["calls the model again, once"] if check.is_active else []
-    costs += ["reads a few numbers"] if "self.read(" in source else []
+    costs += ["reads numbers"] if "self.read(" in source else []
     costs += ["sees each module's call"] if "def on_module_call" in source else []
     costs += ["exchanges values between ranks"] if "compare_ranks(" in source else []
     return ", ".join(costs) or "only Python objects"

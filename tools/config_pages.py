@@ -50,7 +50,7 @@ NAMES = {
     "HookConfig": "hook",
     "TrainerConfig": "[the fields of the trainer](trainer_config.md)",
 }
-PLAIN = {int: "integer", float: "number", bool: "true, false", str: "string", Any: "any value"}
+PLAIN = {int: "integer", float: "number", bool: "boolean", str: "string", Any: "any value"}
 
 
 def tables() -> str:

@@ -186,8 +186,8 @@ def _values(annotation: Any) -> str:
     if isinstance(annotation, type) and (
         issubclass(annotation, BaseModel) or is_dataclass(annotation)
     ):
-        return f"a `{annotation.__name__}` or a mapping"
-    named = {int: "integer", float: "number", bool: "True, False", str: "string"}
+        return f"`{annotation.__name__}` or mapping"
+    named = {int: "integer", float: "number", bool: "boolean", str: "string"}
     named |= {Path: "path", list: "list", dict: "mapping"}
     return named[origin or annotation]
 
@@ -195,7 +195,7 @@ def _values(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel) or is_dataclass(value):
-        return "see below"
+        return "below"
     return f'`"{value}"`' if isinstance(value, str | Path) else f"`{value}`"
 
 
@@ -208,7 +208,6 @@ TARGETS = (
     ("docs/checks.md", "<!-- checks: ", "<!-- end of checks", check_pages.table),
     ("mkdocs.yml", "          # checks: ", "          # end of checks", check_pages.navigation),
     ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.folders),
-    ("docs/code_tree.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
 )
 
 

@@ -59,7 +59,8 @@ def overview() -> str:
 
 
 def _page(title: str, hooks: list[dict[str, Any]]) -> str:
-    """Return one page: what most of its hooks have in common, and a section for each."""
+    """Return one page: an example, what most of its hooks have in common, a section for each."""
+    first = hooks[0]
     columns = zip(*map(_behaviour, hooks), strict=True)
     common = [Counter(column).most_common(1)[0][0] for column in columns]
     lines = [
@@ -67,8 +68,17 @@ def _page(title: str, hooks: list[dict[str, Any]]) -> str:
         "",
         "<!-- Written by `make generate` from the classes; edit there. -->",
         "",
-        f"If a section does not say otherwise: {' '.join(common)} The YAML is an entry "
-        "of `hooks` in a [config file](../configuration.md#hooks).",
+        "Each is added in Python, or by its name in a [config file](../configuration.md#hooks):",
+        "",
+        "```python",
+        re.sub(r"^import .*\n\n", "", first["python"]),
+        "```",
+        "",
+        "```yaml",
+        _entry(first["yaml"]),
+        "```",
+        "",
+        f"If a section does not say otherwise: {' '.join(common)}",
         "",
     ]
     for facts in hooks:
@@ -76,17 +86,9 @@ def _page(title: str, hooks: list[dict[str, Any]]) -> str:
         lines += [
             f"## {_class(facts)}",
             "",
-            facts["purpose"],
+            f"`{facts['name']}`: {facts['purpose']}",
             "",
             *([facts["text"], ""] if facts["text"] else []),
-            "```python",
-            re.sub(r"^import .*\n\n", "", facts["python"]),
-            "```",
-            "",
-            "```yaml",
-            _entry(facts["yaml"]),
-            "```",
-            "",
             *_options(facts["options"]),
             *(["", " ".join(differing)] if differing else []),
             "",
@@ -106,7 +108,7 @@ def _entry(example: str) -> str:
 
 def _behaviour(facts: dict[str, Any]) -> tuple[str, str, str]:
     place = f"It is called {facts['order']}."
-    ranks = f"Of several processes, it runs in {RANKS[facts['ranks']]}."
+    ranks = f"It runs in {RANKS[facts['ranks']]}."
     return place, ranks, describe_behaviour(facts)
 
 
@@ -132,7 +134,7 @@ def _in_bare_loop(name: str) -> str:
     )
     if missing:
         return "Only with the trainer."
-    calls = [re.findall(r"`(.+?)`", CALLS[need])[0] for need in sorted(needs)]
+    calls = [re.findall(r"`(?:with )?(.+?):?`", CALLS[need])[0] for need in sorted(needs)]
     return f"A bare loop calls {', '.join(f'`{call}`' for call in calls)}." if calls else ""
 
 
@@ -141,12 +143,15 @@ def _class(facts: dict[str, Any]) -> str:
 
 
 def _options(options: list[dict[str, Any]]) -> list[str]:
-    """Return the options as a list, each with its default and type."""
-    return [_option(option) for option in options] or ["It has no options."]
+    """Return the options as a list, each with its default and type; every hook has a name."""
+    shown = [_option(option) for option in options if option["name"] != "name"]
+    return shown or ["It has no options."]
 
 
 def _option(option: dict[str, Any]) -> str:
     if option["required"]:
         return f"- `{option['name']}` (`{option['type']}`, required): {option['meaning']}"
     shown = f"{option['name']} = {option['default']!r}"
+    if option["type"] == "bool":
+        return f"- `{shown}`: {option['meaning']}"
     return f"- `{shown}` (`{option['type']}`): {option['meaning']}"

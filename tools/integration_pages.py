@@ -10,7 +10,7 @@ PAGES = ("transformers", "lightning", "ignite")
 
 
 def table(integration: str) -> str:
-    """Return where the events of a library fire, and why not; those alike in several by name."""
+    """Return where the events of a library fire, and why not, unless several are alike."""
     libraries = {page: import_module(f"hookline.integrations.{page}").LIBRARY for page in PAGES}
     counts = Counter(row for library in libraries.values() for row in library.rows())
     alike = {row for row, count in counts.items() if count > 1}
@@ -20,13 +20,12 @@ def table(integration: str) -> str:
         for event, where in library.rows()
         if (event, where) not in alike
     ]
-    same = ", ".join(f"`{event}`" for event, where in library.rows() if (event, where) in alike)
     return "\n".join(
         [
             "| event | where it fires |",
             "|---|---|",
             *rows,
             "",
-            f"As in [your own loop](bare_loop.md#events-of-an-unchanged-loop): {same}.",
+            "Other events fire as in [your own loop](bare_loop.md#events-of-an-unchanged-loop).",
         ]
     )

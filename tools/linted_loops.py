@@ -63,7 +63,7 @@ def loops() -> dict[str, Callable[[list[Any], Path], Any]]:
 
 
 class LintedLoop:
-    """What Lint has done in a loop.
+    """The findings and the skipped checks of Lint in one loop.
 
     Attributes:
         findings: what it has found: nothing, as the loops are correct.
@@ -93,9 +93,12 @@ def table(linted: dict[str, LintedLoop]) -> str:
     first = next(iter(not_made.values()))
     common = {k: v for k, v in first.items() if all(v == each.get(k) for each in not_made.values())}
     lines = ["| loop | checks made | not made |", "|---|---|---|"]
+    alike: dict[str, list[str]] = {}  # loops by the rest of their row
     for name, reasons in not_made.items():
         own = {check: reason for check, reason in reasons.items() if check not in common}
-        lines.append(f"| {name} | {len(CHECKS) - len(reasons)} of {len(CHECKS)} | {_shown(own)} |")
+        row = f"{len(CHECKS) - len(reasons)} of {len(CHECKS)} | {_shown(own)}"
+        alike.setdefault(row, []).append(name)
+    lines += [f"| {'; '.join(names)} | {row} |" for row, names in alike.items()]
     lines += ["", f"Left out in all of these runs: {_shown(common)}."] if common else []
     return "\n".join(lines)
 

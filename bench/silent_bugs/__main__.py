@@ -35,7 +35,7 @@ TIMEOUT = 300
 
 @dataclass
 class Result:
-    """What came out of one script."""
+    """The findings and the exit code of one script."""
 
     name: str
     folder: str

@@ -160,7 +160,7 @@ class CheckpointConfig(Config):
     on_crash: bool = Field(
         default=False,
         description="save the state after an exception as well, in `checkpoints/crash_…`; it is "
-        "never resumed from unless its folder is given",
+        "never resumed from unless its folder is named",
     )
     signals: list[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]] = Field(
         default=["SIGTERM", "SIGUSR1", "SIGUSR2"],
@@ -186,8 +186,8 @@ class DDPConfig(Config):
     )
     gradient_as_bucket_view: bool = Field(
         default=True,
-        description="gradients are views of the memory in which they are averaged, which saves a "
-        "copy of all of them per step; a hook that keeps a gradient after its step has to clone it",
+        description="gradients are views of the memory in which they are averaged; a hook that "
+        "keeps a gradient after its step has to clone it",
     )
 
 
@@ -233,8 +233,7 @@ class TrainerConfig(Config):
     )
     slow_rank_seconds: PositiveFloat | None = Field(
         default=60.0,
-        description="one of several processes is named, in the log and as an event of the run, "
-        "when the others have waited for it so long; None: never",
+        description="log which of several processes the others have waited for so long; None: no",
     )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
@@ -246,9 +245,8 @@ class TrainerConfig(Config):
     )
     on_nan: Literal["stop", "skip", "continue"] = Field(
         default="stop",
-        description="what to do about a loss that is not finite: stop (on an accelerator this is "
-        "noticed one step late, without synchronization), skip the step (synchronizes with the "
-        "device in every batch), or continue",
+        description="what to do about a loss that is not finite: stop (on an accelerator one step "
+        "late), skip the step (waits for the device in every batch), or continue",
     )
     optimizer_every: list[PositiveInt] | None = Field(
         default=None, description="for each optimizer: it steps every N-th step"
@@ -261,7 +259,7 @@ class TrainerConfig(Config):
     fast_forward: bool = Field(
         default=False,
         description="when resuming within an epoch, load the batches before the checkpoint again "
-        "and drop them, also those of iterators; by default a DataLoader skips them",
+        "and drop them, also those of iterators",
     )
     seed: int | None = Field(
         default=None,
@@ -280,8 +278,8 @@ class TrainerConfig(Config):
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
     progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
         default="auto",
-        description="the progress display; True is `auto`, False is `off`, which prints nothing, "
-        "not even the run's folder",
+        description="`auto`: a bar in a terminal, a display in Jupyter, and plain lines elsewhere; "
+        "True is `auto`, False is `off`, which prints nothing, not even the run's folder",
     )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)

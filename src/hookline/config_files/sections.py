@@ -302,8 +302,7 @@ class TrainingConfig(RunSections):
     ) = Field(default=None, description="a learning-rate scheduler, or a list of schedulers")
     loss_fn: ObjectConfig | None = Field(
         default=None,
-        description="`loss_fn(outputs, targets)`: a function, to which `init_args` are passed as "
-        "further arguments; or a class, which is instantiated with them",
+        description="`loss_fn(outputs, targets)`: a function, or a class, which is instantiated",
     )
     step_fn: ObjectConfig | None = Field(
         default=None,

@@ -102,6 +102,6 @@ _PROVIDED = {
 
 @dataclass
 class _Config:
-    """The source of a runner that was given none: the configuration from `on_train_begin`."""
+    """The source of a runner without one of its own: the configuration from `on_train_begin`."""
 
     config: Any

@@ -123,7 +123,7 @@ def attach(
             hooks keep their names, schedules and order.
         schedulers: the learning-rate schedulers, one or several: they are saved in checkpoints. The
             loop steps them.
-        scaler: the GradScaler, if the loop uses one. One that is not given is found when it steps
+        scaler: the GradScaler, if the loop uses one. One that is not passed is found when it steps
             an attached optimizer, and is restored from a checkpoint that was loaded before.
         step_of: of several optimizers that step at different rates, the one whose step completes
             a step.
@@ -212,7 +212,7 @@ def _attach_to_trainer(given: Mapping[str, Any], library: str) -> Session:
 
 
 def _loop_model(target: Any, model: Any, *, is_accelerator: bool) -> Any:
-    """Return the model of a bare loop, given in one of two ways."""
+    """Return the model of a bare loop, which is passed in one of two ways."""
     if is_accelerator:
         if model is None:
             raise ArgumentError(

@@ -237,7 +237,7 @@ class LibrarySession(Session):
         return False
 
     def use_config(self, config: Any) -> None:
-        """Give hooks the trainer's configuration, unless the user has given one."""
+        """Provide the trainer's configuration to hooks, unless the user has passed one."""
         if self.loop.context.known("config") is None:
             self.loop.context.config = self.config = config
             self._requirements.provided.add("config")
@@ -498,7 +498,7 @@ class LibrarySession(Session):
         self._loaded = path, state  # the model comes with `connect`
 
     def restore_loaded(self) -> bool:
-        """Restore what `load_state_dict` was given; return whether it was given anything."""
+        """Restore what `load_state_dict` got; return whether it was called."""
         if self._loaded is None:
             return False
         path, state = self._loaded

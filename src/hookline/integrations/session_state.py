@@ -77,7 +77,7 @@ def unpack_state(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def save(sessions: Mapping[str, Session], folder: Path) -> bool:
-    """Save the hooks' state in a library's checkpoint, and mark it as complete; on the first rank.
+    """Save the hooks' state in a library's checkpoint, and a completion file; on the first rank.
 
     Args:
         sessions: each session, by the name of its folder in the checkpoint.

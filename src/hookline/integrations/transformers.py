@@ -11,7 +11,7 @@ handler, so that the trainer's loggers get what hooks log whenever the trainer l
 wrapped, too.
 
 The trainer would delete old checkpoints (`save_total_limit`) before a new one has the hooks' state
-and is marked as complete. So its limit is taken away meanwhile, and applied after that.
+and a completion file. So its limit is taken away meanwhile, and applied after that.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class HooklineCallback(TrainerCallback):
         training = [each for each in _own_callbacks(trainer) if each.session.is_training]
         if self not in training:
             self._give_back_limit(args)
-        elif self is training[-1]:  # which saves for all: one mark says that all are saved
+        elif self is training[-1]:  # which saves for all: there is one completion file
             for each in training:
                 each.prepare_save(args)
             sessions = {_hooks_folder(each, trainer): each.session for each in training}
@@ -386,9 +386,10 @@ def _hooks_folder(callback: HooklineCallback, trainer: Trainer) -> str:
 
 
 def _save_sessions(trainer: Trainer, sessions: Mapping[str, LibrarySession]) -> Path:
-    """Save the state of all sessions, by folder, in the trainer's newest checkpoint, and mark it.
+    """Save the state of all sessions, by folder, in the trainer's newest checkpoint.
 
-    Then older checkpoints are deleted. All ranks call this. It returns the checkpoint.
+    It gets a completion file, and older checkpoints are deleted. All ranks call this. It returns
+    the checkpoint.
     """
     args, state = trainer.args, trainer.state
     folder = _checkpoint_folder(args, state)

@@ -96,16 +96,16 @@ class Capture(BuiltIn, Probe):
     class.
 
     Args:
-        modules: Which modules: names, globs such as `"blocks.*.mlp"`, types, and so on.
-        input: Whether to keep the positional arguments, as they were before the module ran.
-        output: Whether to keep what it returned.
-        kwargs: Whether to keep the keyword arguments.
-        gradient: Whether to keep the gradient of the output in the last backward. It is None
-            without a backward, in compiled models and reentrant activation checkpointing, where it
-            cannot be seen, for a leaf that is returned, such as a parameter, which has its own
-            `.grad`, and for a view that is changed in place, if it is not that of a linear layer.
-        device: Where to keep tensors, such as `"cpu"`; by default on their device. A copy from an
-            accelerator is waited for when it is read.
+        modules: Which modules: names, globs such as `"blocks.*.mlp"`, regular expressions, types,
+            functions of name and module, or modules themselves.
+        input: Keep the positional arguments, as they were before the module ran.
+        output: Keep what it returned.
+        kwargs: Keep the keyword arguments.
+        gradient: Keep the gradient of the output in the last backward. It is None
+            without a backward, in compiled models and reentrant activation checkpointing, for a
+            leaf that is returned, such as a parameter, which has its own `.grad`, and for a view
+            that is changed in place, if it is not that of a linear layer.
+        device: Where to keep tensors, such as `"cpu"`; by default on their device.
         dtype: The dtype to keep floating-point tensors in, such as `"float16"`; by default theirs.
         select: The part of each tensor to keep: an index, such as `0`, `slice(4)` or `":, -1"`, or
             a function that returns a tensor.

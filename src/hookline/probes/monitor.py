@@ -73,21 +73,20 @@ class Monitor(BuiltIn, Probe):
     compiled models, it is the size of the output. There are no times in compiled models.
 
     Args:
-        modules: Which modules: names, globs, regular expressions, types, predicates, or modules
-            themselves; None for none, only taps.
+        modules: Which modules, as for every probe; None for none, only taps.
         metrics: Which of the above; by default mean, std, min, max, zeros, nonfinite and norm.
         prefix: The prefix of the names of logged values.
         functions: Custom metrics, by name: functions that take a tensor and return a number or a
             tensor with one element. Their values are averaged over tensors and calls. They must not
             change the tensor or use the random numbers of training.
         bins: How many bins a histogram has for each doubling of the magnitude.
-        taps: Which of the values that `hookline.tap` names in the model's code: names or globs.
+        taps: Which of the values that `hookline.tap` names: names or globs.
     """
 
     cost = (
         "In each step of its schedule one or two passes over each output for mean and deviation, "
-        "up to ten for all metrics, and one wait for the device; in other steps about a "
-        "microsecond per call of a module."
+        "up to ten for all metrics, and one wait for the device; otherwise about a microsecond per "
+        "call of a module."
     )
     hookline_group = HookGroup.MONITOR
     hookline_records = True
@@ -316,7 +315,7 @@ def _allocated(device: torch.device | None) -> int | None:
 
 
 def _measurable(tensor: Tensor) -> Tensor | None:
-    """Return what is measured of a tensor: this rank's part; None if it is not floating-point."""
+    """Return what is measured of a tensor: this rank's shard; None if it is not floating-point."""
     if not tensor.is_floating_point():
         return None
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:

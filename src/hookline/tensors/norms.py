@@ -101,7 +101,7 @@ def all_finite(tensors: Iterable[Tensor], *, on_all_ranks: bool = False) -> bool
     """Return whether all values are finite. This waits for the device once.
 
     It computes norms, for all tensors in one call. A norm can overflow where no value does, so if
-    one is not finite the values are checked themselves. Of sharded tensors this rank's part is
+    one is not finite the values are checked themselves. Of sharded tensors this rank's shard is
     checked; with `on_all_ranks` all parts, by one collective that all ranks have to call.
     """
     tensors = list(tensors)
@@ -127,7 +127,7 @@ def _are_finite(tensors: list[Tensor]) -> bool:
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of the tensors that have a NaN or Inf, in this rank's part."""
+    """Return the names of the tensors that have a NaN or Inf, in this rank's shard."""
     named = list(named)
     flags = _are_nonfinite([stored_values(tensor) for _, tensor in named])
     return [name for (name, _), is_nonfinite in zip(named, flags, strict=True) if is_nonfinite]
@@ -136,7 +136,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 def first_nonfinite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with a NaN or Inf, and how many of them it has.
 
-    Of a sharded tensor this rank's part is looked at, and the text says so.
+    Of a sharded tensor this rank's shard is looked at, and the text says so.
     """
     named = list(named)
     flags = _are_nonfinite([stored_values(tensor) for _, tensor in named])

@@ -1,4 +1,4 @@
-"""Sharded, sparse and nested tensors: the whole, this rank's part, and the stored values."""
+"""Sharded, sparse and nested tensors: the whole, this rank's shard, and the stored values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """This rank's part of a sharded tensor, which shares its memory."""
+    """This rank's shard of a sharded tensor, which shares its memory."""
 
     values: Tensor
     shape: tuple[int, ...]  # of the whole tensor
@@ -54,7 +54,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_index(tensor: Tensor) -> int:
-    """Return the number of this rank's part; 0 for a tensor that this rank has as a whole.
+    """Return the number of this rank's shard; 0 for a tensor that this rank has as a whole.
 
     Ranks that have copies of the same part (HSDP) get the same number.
     """
@@ -68,7 +68,7 @@ def shard_index(tensor: Tensor) -> int:
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a whole tensor sharded as another is; each rank keeps its part, without a collective.
+    """Return a whole tensor sharded as another is; each rank keeps its shard, without a collective.
 
     A tensor is returned as it is if it is sharded already, or if the other is not.
     """
@@ -82,7 +82,7 @@ def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def can_be_read_in_parts(tensor: Tensor) -> bool:
-    """Return whether this rank's part of a tensor is one block of the whole tensor's values."""
+    """Return whether this rank's shard of a tensor is one block of the whole tensor's values."""
     if not is_sharded(tensor):
         return False
     from torch.distributed.tensor import Replicate
@@ -109,12 +109,12 @@ def shard_from_local(values: Tensor, other: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; it shares the tensor's memory."""
+    """Return this rank's shard of a tensor; it shares the tensor's memory."""
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def shard_of(tensor: Any) -> Shard:
-    """Return this rank's part of a `DTensor`, and where it belongs. Nothing is communicated."""
+    """Return this rank's shard of a `DTensor`, and where it belongs. Nothing is communicated."""
     if torch.is_grad_enabled():  # then `to_local` takes part in autograd
         with torch.no_grad():
             return shard_of(tensor)
@@ -128,7 +128,7 @@ _places: dict[Any, _Place] = {}  # finding a place takes half a millisecond
 
 
 def _find_place(tensor: Any) -> _Place:
-    """Return the shape of the whole, the offset of this rank's part, and whether it is the first.
+    """Return the shape of the whole, the offset of this rank's shard, and whether it is the first.
 
     The first is the rank with the lowest number of those that have the same part.
     """
@@ -140,7 +140,7 @@ def _find_place(tensor: Any) -> _Place:
 
 
 def local_with_groups(tensor: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return this rank's part of a `DTensor`, and the process groups that hold the other parts.
+    """Return this rank's shard of a `DTensor`, and the process groups that hold the other shards.
 
     Partial sums are reduced first, so all ranks have to call this.
     """

@@ -163,7 +163,7 @@ class TensorStatistics:
 
 @torch.no_grad()
 def merge_ranks(measured: Sequence[tuple[TensorStatistics, Columns]]) -> None:
-    """Replace columns, which each rank has measured in its own parts, by those of all ranks.
+    """Replace columns, which each rank has measured in its own shards, by those of all ranks.
 
     This is one collective for all columns of sharded tensors with the same device mesh; all ranks
     have to call it. Ranks are merged in their order, so all get the same numbers.

@@ -25,7 +25,7 @@ class WandbTracker(RowTracker):
     Args:
         checkpoints: log each checkpoint as an artifact.
         options: further arguments of `wandb.init`, such as `project`, `entity` and `mode`. What is
-            not given is as W&B is configured (`WANDB_PROJECT`, `WANDB_MODE` …).
+            not passed is as W&B is configured (`WANDB_PROJECT`, `WANDB_MODE` …).
     """
 
     is_awaited = True  # a hook may call wandb.log as soon as training begins

@@ -42,7 +42,7 @@ CASES = st.fixed_dictionaries(
         ),
     }
 )
-"""What is trained, and how; see `random_loops`."""
+"""The cases to train; see `random_loops`."""
 
 
 def possible(case: dict[str, Any], compiled: str = "") -> dict[str, Any]:

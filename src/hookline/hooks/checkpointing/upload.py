@@ -34,8 +34,8 @@ class UploadHook(BuiltIn):
 
     The copy is `<destination>/<run id>/<checkpoint>`. It is written under a temporary name, read
     back, compared with the hashes in the checkpoint's manifest, and then renamed. A failed copy is
-    retried; if it still fails, that is logged and counted, and training continues. Checkpoints that
-    are removed before they are copied are skipped. Copies are never removed.
+    retried; if it still fails, that is logged, and training continues. Checkpoints that are removed
+    before they are copied are skipped, which is logged. Copies are never removed.
 
     Args:
         destination: a folder, or a URL that fsspec supports, such as `s3://bucket/runs`.

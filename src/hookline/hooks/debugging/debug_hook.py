@@ -39,13 +39,11 @@ class DebugHook(BuiltIn):
     For a loss or gradient that is not finite, it names the first parameter or buffer, or tensor of
     the batch or of the model's inputs, that is not. If all of them are finite, it repeats the last
     forward, on a copy of the model that shares the parameters, and names the first module whose
-    output is not finite, or the module whose own code computed such an input for another. This
-    changes nothing in training.
+    output is not finite, or the module whose own code computed such an input for another.
 
     It is logged once, and again only if everything was finite for a step in between. In a run it is
     also an event, `debug_finding`. Gradients are not checked under a `GradScaler`, which lets them
-    overflow by design. A bare loop that does not run backward through its session has its loss
-    checked at the end of the step.
+    overflow by design.
 
     Args:
         break_on_nan: break into a debugger, as `action="break"` does; False: stop training.
@@ -60,9 +58,8 @@ class DebugHook(BuiltIn):
 
     every_name = "every_n_steps"
     cost = (
-        "Waits for the device once per batch for the loss, and once per step for each of gradients "
-        "and parameters, whose norms it computes. Keeps the model's inputs until the step ends. "
-        "When something is not finite, one more forward without gradients."
+        "Waits for the device once per batch for the loss, and once per step for the norms of each "
+        "of gradients and parameters. Keeps the model's inputs until the step ends."
     )
     hookline_group = HookGroup.MONITOR
     hookline_optional_events = frozenset(

@@ -243,7 +243,7 @@ class OutputDependsOnPadding(Check):
 
     Bug:
         def forward(self, ids, attention_mask):
-            return self.encoder(self.embed(ids))  # the mask is not given on
+            return self.encoder(self.embed(ids))  # the mask is not passed on
     Fix: Give the mask to the attention. `src_key_padding_mask` of torch is True at padding,
         `attention_mask` of transformers is 1 at tokens.
     Ignore: When the mask does not mean padding.

@@ -37,15 +37,13 @@ class Lint(BuiltIn):
 
     Each check is a rule that a correct training run satisfies: a parameter with a gradient changes
     in a step, gradients start from zero, replicas agree. What breaks one is a finding: it is
-    printed when it is found, kept in `findings`, and shown at the top of the report. The first ten
-    steps are looked at closely, then a few, then each hundredth. Training is the same with and
-    without this hook. Active checks call the model again in an early step, on a copy that shares
-    its weights.
+    printed when it is found, kept in `findings`, and shown at the top of the report. Training is
+    the same with and without this hook.
 
     Args:
         only: the ids of the checks to make; None: all.
         ignore: the ids of checks to leave out.
-        active: make active checks, too.
+        active: make active checks, too, which call a copy of the model again.
     """
 
     hookline_group = HookGroup.MONITOR

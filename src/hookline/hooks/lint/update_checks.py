@@ -448,7 +448,7 @@ class ParameterWithoutGradient(Check):
     one that gets gradients is called with a tensor that has no graph, is as large as the output
     before it, and is no input of the model: because of `detach`, `.data`, `no_grad`, or
     checkpointing with `use_reentrant=True` of inputs that need no gradients. Or an input of the
-    model is given only to modules that never have gradients, while others have: nothing is learned
+    model is passed only to modules that never have gradients, while others have: nothing is learned
     from it.
 
     Bug:
@@ -520,7 +520,7 @@ class ParameterWithoutGradient(Check):
     def _find_entries(
         self, calls: list[_Call], data: set[int], own: set[int]
     ) -> tuple[list[nn.Module], str]:
-        """Return modules without gradients, where an input of the model is given only to them."""
+        """Return modules without gradients, where an input of the model is passed only to them."""
         learned = [call for call in calls if _has_gradients(call.module)]
         # The model itself gets all inputs, and gives them on.
         used = set[int]().union(*(c.gets for c in learned if c.module not in self.view.models))
@@ -648,7 +648,7 @@ class OptimizerMadeAnew(Check):
         for x, y in loader:
             optimizer = Adam(model.parameters())
     Fix: Make the optimizer once, before the loop. To change the rate, set `group["lr"]`.
-    Ignore: When every few steps are a training of their own.
+    Ignore: When every few steps are a training run of their own.
     """
 
     def setup(self) -> None:

@@ -33,8 +33,8 @@ class AttentionMonitor(ModuleMonitor):
     | `entropy` | of the attention weights before dropout, in nats, the mean over heads |
     | `max_logit_bound` | no logit is larger: the largest norms of queries and keys, multiplied |
 
-    The logits are those after scaling, masks and biases. Logits that grow without end make
-    attention collapse to single tokens, and training diverge (arXiv 2309.14322).
+    The logits are those after scaling, masks and biases. If they grow without end, attention
+    collapses to single tokens, and training diverges (arXiv 2309.14322).
 
     A module that computes its weights itself, such as the eager attention of transformers or
     `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused attention
@@ -44,18 +44,17 @@ class AttentionMonitor(ModuleMonitor):
     several ranks, the first one's values are logged.
 
     Args:
-        modules: which modules: names, globs, regular expressions, types, predicates, or modules
-            themselves; None for all whose class is called `…Attention…` or `…Attn…`, the innermost.
+        modules: which modules, as for a probe; None for all whose class is called `…Attention…` or
+            `…Attn…`, the innermost.
         every: report every N optimizer steps.
         per_head: log each head, too, as `attention/<module>/head_<i>/<measure>`.
         recompute: compute the logits of fused attention once more, for exact values.
     """
 
     cost = (
-        "In the first batch of a step with a report, norms of queries and keys, or three passes "
-        "over the logits where they are shown, and one wait for the device; in other steps about "
-        "two microseconds per call of an attention module. `recompute` is about another forward of "
-        "the attention."
+        "For a report norms of queries and keys, or three passes over the logits where they are "
+        "shown, and one wait for the device; in other steps about two microseconds per call of an "
+        "attention module. `recompute` is about another forward of the attention."
     )
     probe_name = "attention_monitor"
     prefix = "attention"

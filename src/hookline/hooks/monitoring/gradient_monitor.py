@@ -33,15 +33,14 @@ class GradientMonitor(ParameterMonitor):
     """Logs the size of gradients, for each parameter and in total.
 
     Gradients are measured when they are complete: accumulated, unscaled, not yet clipped. The norms
-    are logged as `gradients/<parameter>/norm` and `gradients/total/norm`. A full report adds
-    `mean`, `std`, `abs_max`, `zeros` (the fraction of elements that are zero), `nonfinite` (the
-    number of elements that are NaN or infinite; the other statistics exclude them), `histogram`
-    and `p<percentile>`. The total covers all monitored parameters. Parameters that are frozen or
-    have no gradient are not reported.
+    are logged as `gradients/<parameter>/norm` and, for all monitored parameters together,
+    `gradients/total/norm`. A full report adds `mean`, `std`, `abs_max`, `zeros` (the fraction of
+    elements that are zero), `nonfinite` (the number of elements that are NaN or infinite; the other
+    statistics exclude them), `histogram` and `p<percentile>`.
 
     Percentiles are estimates, exact to 1 %, or to one ten-millionth of the largest magnitude where
-    that is more. A warning names the layers whose gradients vanish, explode or are not finite. It
-    is repeated for a layer only after its gradient has recovered.
+    that is more. A warning names the layers whose gradients vanish, explode or are not finite, and
+    again only after a gradient has recovered.
 
     Args:
         every: report every N optimizer steps.
@@ -59,9 +58,9 @@ class GradientMonitor(ParameterMonitor):
     """
 
     cost = (
-        "Nothing in steps without a report. A report takes one pass over the gradients (a full one "
-        "about twenty) and waits for the device once. For sharded gradients a report is one "
-        "collective, and up to three with histograms or percentiles."
+        "Only for a report: one pass over the gradients (a full one about twenty), and one wait "
+        "for the device; for sharded gradients one collective, or up to three with histograms or "
+        "percentiles."
     )
 
     def __init__(

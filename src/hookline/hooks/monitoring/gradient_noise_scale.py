@@ -34,10 +34,9 @@ class GradientNoiseScale(TrainingMonitor):
 
         |G|² = (B |g_B|² - b |g_b|²) / (B - b)        tr(Σ) = (|g_b|² - |g_B|²) / (1/b - 1/B)
 
-    with b samples in a micro-batch and B in a step, and |g_b|² as the mean over the micro-batches
-    of all ranks. Both are unbiased and averaged over reports, separately, before they are divided.
-    If micro-batches differ in size, b is their harmonic mean, since each counts alike in the
-    gradient.
+    with b samples in a micro-batch (the harmonic mean, if they differ) and B in a step, and |g_b|²
+    as the mean over the micro-batches of all ranks. Both are averaged over reports, separately,
+    before they are divided.
 
     | value | meaning |
     |---|---|
@@ -46,10 +45,9 @@ class GradientNoiseScale(TrainingMonitor):
     | `gradient_noise/variance` | the average of the estimates of tr(Σ), for one sample |
     | `gradient_noise/batch_size` | the samples in this step, to compare with |
 
-    It needs several micro-batches in a step (gradient accumulation) or several processes (DDP),
-    which average their gradients within backward. A step whose micro-batches are not seen one by
-    one is left out; a warning says why, once. Parameters that are sharded (FSDP2) are refused:
-    there, the gradient of a micro-batch exists nowhere.
+    It needs several micro-batches in a step (gradient accumulation) or several processes (DDP). A
+    step whose micro-batches are not seen one by one is left out; a warning says why, once.
+    Parameters that are sharded (FSDP2) are refused.
 
     Args:
         every: measure every N optimizer steps.
@@ -60,8 +58,8 @@ class GradientNoiseScale(TrainingMonitor):
 
     every_name = "log_frequency"
     cost = (
-        "Nothing in steps without a report. In those, a norm of each parameter's gradient in each "
-        "backward, and one wait for the device; with several processes one small collective."
+        "Only for a report: a norm of each parameter's gradient in each backward, and one wait for "
+        "the device; with several processes one small collective."
     )
     hookline_optional_events = frozenset({"on_train_batch_start"})
 

@@ -26,8 +26,8 @@ class JSONLogHook(BuiltIn):
     In a bare loop that does not load batches through its session, lines of steps, with `loss`, take
     the place of those of batches. Epochs and batches are counted from 0. A killed process leaves no
     partial line. Values that JSON does not support are written as their `repr`, NaN as the string
-    "NaN". When a run is resumed, the steps behind its checkpoint are trained and written again; in
-    the run's own `metrics.jsonl` each value is there once.
+    "NaN". After resuming, the steps behind the checkpoint are written again; the run's own
+    `metrics.jsonl` has each value once.
 
     Args:
         every: write every N batches of a loader, starting with the first.

@@ -34,7 +34,7 @@ class LogitMonitor(TrainingMonitor):
     A log Z that drifts far from zero precedes instabilities of the output layer, which a z-loss or
     a lower learning rate cures (arXiv 2309.14322). The first batch of a step is measured; with
     several ranks, the first one's values are logged. All positions and classes count, also padding
-    that the loss ignores. Where there are no logits, a warning says so once.
+    that the loss ignores.
 
     Args:
         every: report every N optimizer steps.
@@ -45,8 +45,8 @@ class LogitMonitor(TrainingMonitor):
 
     every_name = "log_frequency"
     cost = (
-        "Nothing in steps without a report. A report takes a few passes over the logits of up to "
-        "`max_positions` positions, without waiting for the device."
+        "Only for a report: a few passes over the logits of up to `max_positions` positions, "
+        "without waiting for the device."
     )
 
     def __init__(

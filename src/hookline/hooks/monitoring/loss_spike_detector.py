@@ -43,10 +43,10 @@ class LossSpikeDetector(TrainingMonitor):
     | `batches` | of the first step: `loader`, `batch_idx`, and `indices` in the dataset |
     | `values` | by name: pairs of step and value, the last 5,000 logged in the steps around it |
 
-    A spike that is repeated after resuming is recorded once, and up to 100 in a run.
-    `indices` is null where the loop does not know them: Hookline's trainer and bare loops do, for a
-    `DataLoader` with a map-style dataset. The same records are in `spikes`, also without a run.
-    With several ranks, the first one's loss and batches are watched.
+    Up to 100 spikes of a run are recorded, each once, also after resuming. `indices` is null where
+    the loop does not know them: Hookline's trainer and bare loops do, for a `DataLoader` with a
+    map-style dataset. The same records are in `spikes`, also without a run. With several ranks, the
+    first one's loss and batches are watched.
 
     Args:
         threshold: the z-score above which a loss is a spike.

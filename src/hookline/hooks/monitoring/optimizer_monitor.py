@@ -33,14 +33,13 @@ class OptimizerMonitor(ParameterMonitor):
 
     `rms_ratio` is about 1 while the second moment follows the gradient, and rises when it has
     become too small for it, often some steps before a loss spike (arXiv 2304.13013). It is computed
-    with the gradient that the step used, and the second moment after the step, without the bias of
-    its first steps; second moments below ε² count as ε². It is there for optimizers that keep a
-    second moment per element (`Adam`, `AdamW`, `NAdam`, `RAdam`, `RMSprop`; with `amsgrad`, the
-    largest so far), and for dense gradients of real numbers. For plain SGD `effective_lr` is the
-    learning rate.
+    for optimizers that keep a second moment per element (`Adam`, `AdamW`, `NAdam`, `RAdam`,
+    `RMSprop`; with `amsgrad`, the largest so far), from the gradient that the step used and the
+    bias-corrected second moment after it, with at least ε². Sparse and complex gradients have none.
+    For plain SGD `effective_lr` is the learning rate.
 
-    Sharded parameters are measured as a whole. Skipped steps and parameters without a gradient are
-    not reported, and a ratio is omitted where what it is divided by is zero.
+    Skipped steps and parameters without a gradient are not reported, and a ratio is omitted where
+    its divisor is zero.
 
     Args:
         every: report every N optimizer steps.
@@ -50,9 +49,9 @@ class OptimizerMonitor(ParameterMonitor):
     """
 
     cost = (
-        "Nothing in steps without a report. A report takes about five passes over the monitored "
-        "parameters, keeps a copy of their weights during the step, and waits for the device once; "
-        "for sharded parameters it is one collective."
+        "Only for a report: about five passes over the monitored parameters, a copy of their "
+        "weights during the step, and one wait for the device; for sharded parameters one "
+        "collective."
     )
 
     def __init__(
@@ -152,7 +151,7 @@ class _OptimizerStep(MonitoredParameters):
                 self.columns["ratio"] = torch.stack(found)
 
     def _ratio_norm(self, row: int) -> Tensor | None:
-        """Return the norm of g / √v in this rank's part; None without a second moment."""
+        """Return the norm of g / √v in this rank's shard; None without a second moment."""
         parameter, group = self.parameters[row], self.groups[row]
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided or gradient.is_complex():
@@ -173,7 +172,7 @@ def _second_moment(
     """Return the mean of squared gradients that an optimizer keeps for each element.
 
     The bias of its first steps is removed. With `amsgrad` it is the largest so far, by which the
-    step is divided. Of a sharded one it is this rank's part.
+    step is divided. Of a sharded one it is this rank's shard.
     """
     names = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
     name = next((name for name in names if name in state), None)

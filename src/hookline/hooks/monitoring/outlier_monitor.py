@@ -38,24 +38,21 @@ class OutlierMonitor(ModuleMonitor):
     Massive activations are defined in arXiv 2402.17762, dormant units in arXiv 2302.12902. The
     first tensor of floating-point numbers in an output is measured. Units are along its last
     dimension, in outputs with four or more dimensions and those of convolutions along the channels.
-    The effective rank is that of up to `rank_samples` positions, so it is at most their number.
-    Values that are not finite make all measures NaN. With several ranks, the first one's values are
-    logged. A warning names modules without an output that can be measured.
+    The effective rank is at most the number of positions, `rank_samples`. Values that are not
+    finite make all measures NaN. With several ranks, the first one's values are logged.
 
     Args:
-        modules: which modules: names, globs, regular expressions, types, predicates, or modules
-            themselves; None for the layers of the model (what its outermost `ModuleList`s and
-            `Sequential`s contain) and its activation functions that are modules.
+        modules: which modules, as for a probe; None for the layers of the model (what its outermost
+            `ModuleList`s and `Sequential`s contain) and its activation functions that are modules.
         every: report every N optimizer steps.
         tau: the threshold of dormant units.
         rank_samples: the number of positions that the effective rank is computed from; 0: no rank.
     """
 
     cost = (
-        "In the first batch of a step with a report about ten passes over each output, the "
-        "eigenvalues of a matrix of `rank_samples` rows, and one wait for the device; in other "
-        "steps about a microsecond per call of a module. Large outputs are measured in pieces of "
-        "four million values."
+        "For a report about ten passes over each output, the eigenvalues of a matrix of "
+        "`rank_samples` rows, and one wait for the device; in other steps about a microsecond per "
+        "call of a module."
     )
     probe_name = "outlier_monitor"
     prefix = "activations"

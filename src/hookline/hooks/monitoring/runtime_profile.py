@@ -31,12 +31,9 @@ class RuntimeProfile(BuiltIn):
     - `optimizer`: clipping, the step and its schedulers, in batches that complete a step.
 
     `profile/train/samples_per_second` and `profile/train/tokens_per_second` are computed over the
-    whole time except validation and checkpoints. Samples are those of batches that are seen; tokens
-    are also counted without them, where an `Embedding` gets them.
-
-    `profile/memory_peak_mb` is the peak of allocated memory on an accelerator, whose phases except
-    `data` are timed on the device itself; without one, `profile/memory_resident_mb` is the memory
-    of the process.
+    whole time except validation and checkpoints. `profile/memory_peak_mb` is the peak of allocated
+    memory on an accelerator, whose phases except `data` are timed on the device itself; without
+    one, `profile/memory_resident_mb` is the memory of the process.
 
     Args:
         every: report every N optimizer steps.

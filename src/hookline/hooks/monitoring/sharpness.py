@@ -28,18 +28,18 @@ class Sharpness(TrainingMonitor):
     """Measures the curvature of the loss along the gradient, gᵀHg / gᵀg.
 
     A step of gradient descent lowers the loss, to second order, while the learning rate is below 2
-    divided by it (see arXiv 2604.14108). The Hessian is not computed: the gradient is computed
-    again, there and at weights that are moved a little along it, and the difference of the two is
-    divided by the distance. So it works with fused attention, which has no second derivative.
+    divided by it (see arXiv 2604.14108). It is the difference of two gradients, at the weights and
+    at weights that are moved a little along the gradient, divided by the distance, and so works
+    with fused attention, too.
 
-    The batch is that of the step, with the same dropout; of several batches, the last one. Weights,
-    gradients, buffers, the scaler and random states are afterwards what they were, and other hooks
-    and probes do not see the additional calls of the model; `step_fn` or `loss_fn` is called twice
-    more. With DDP, the value is that of all processes' batches together.
+    The batch is that of the step, with the same dropout; of several batches, the last one; with
+    DDP, all processes' batches together. The state of training stays as it is, and other hooks and
+    probes do not see the additional calls of the model; `step_fn` or `loss_fn` is called twice
+    more.
 
     Logged are `sharpness/along_gradient`, and `sharpness/times_lr`, its product with the learning
-    rate of the first optimizer. Hookline's own trainer is needed, since other loops cannot compute
-    the loss of a batch again. Sharded (FSDP2) and half-precision parameters are refused.
+    rate of the first optimizer. Hookline's own trainer is needed. Sharded (FSDP2) and
+    half-precision parameters are refused.
 
     Args:
         every: measure every N optimizer steps.
@@ -48,8 +48,8 @@ class Sharpness(TrainingMonitor):
 
     every_name = "log_frequency"
     cost = (
-        "Nothing in steps without a report. In those, two more forwards and backwards, a copy of "
-        "the weights, and one wait for the device."
+        "Only for a report: two more forwards and backwards, a copy of the weights, and one wait "
+        "for the device."
     )
 
     def __init__(

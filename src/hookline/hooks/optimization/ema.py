@@ -40,8 +40,8 @@ class EMA(BuiltIn):
     computed on the device; in the first N steps, in each. Training itself does not change, bit for
     bit. For validation the average is copied into the model; afterwards the training weights are
     restored, also if validation fails. Checkpoints always contain the training weights as the
-    model's, and the average as this hook's state: while the average is in the model,
-    `model.state_dict()` returns the training weights.
+    model's, and the average as this hook's state: even during validation, `model.state_dict()`
+    returns the training weights.
 
     Users' hooks run first: in `on_validation_start` they still see the training weights, and in
     `on_validation_end` still the average. To show the average to another hook in

@@ -1085,7 +1085,7 @@ class Session:
         What a hook asks for, or the loop within a step, is saved before the next step begins.
 
         Of several processes, rank 0 writes, and a sharded model (FSDP2) is written by all of them,
-        each its part. Call this in all processes together, so that the random state of each is
+        each its shards. Call this in all processes together, so that the random state of each is
         saved; a hook may call it in rank 0 only.
 
         Args:

@@ -72,7 +72,7 @@ class SessionSaves:
 
     @property
     def _is_together(self) -> bool:
-        """Whether all ranks write a checkpoint together, each its part."""
+        """Whether all ranks write a checkpoint together, each its shards."""
         return self._loop.is_sharded and self._loop.ranks.is_distributed
 
     # -- saving -----------------------------------------------------------------------------------
