@@ -208,6 +208,7 @@ TARGETS = (
     ("docs/checks.md", "<!-- checks: ", "<!-- end of checks", check_pages.table),
     ("mkdocs.yml", "          # checks: ", "          # end of checks", check_pages.navigation),
     ("CONTRIBUTING.md", "<!-- tree: ", "<!-- end of tree", package_tree.folders),
+    ("docs/code_tree.md", "<!-- tree: ", "<!-- end of tree", package_tree.tree),
 )
 
 

@@ -58,7 +58,7 @@ def _first_sentence(text: str) -> str:
     body = re.sub(r"<!--.*?-->|```.*?```", "", text, flags=re.DOTALL)
     for paragraph in body.split("\n\n"):
         words = " ".join(paragraph.split())
-        if words and words[0] not in "#`|-:!>[<*":
+        if words and words[0] not in "#|-:!><*":
             sentence = re.split(r"(?<=[.:])\s", words)[0]
             if sentence.endswith("."):
                 return ": " + re.sub(LINK, r"\1", sentence)

@@ -25,7 +25,7 @@ import hookline
 from hookline.integrations.transformers import LAST_PART_OF_TRAIN, PARTS_OF_TRAIN
 
 SOURCE = Path(hookline.__file__).parent
-PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integration_internals.md"
 
 OF_ACCELERATE = {"_optimizers", "_custom_objects", "_is_overflow", "_is_accelerate_prepared"}
 OWN = {"_context", "_getframe"}
