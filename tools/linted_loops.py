@@ -23,7 +23,11 @@ from hookline.hooks.lint.finding import POINTS, describe_left_out
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tools")]
 PAGE = ROOT / "docs" / "lint.md"
-_EVERYWHERE = {"on_train_start", "on_step_end", "on_train_end"}
+_EVERYWHERE = {
+    *("on_train_start", "on_step_end", "on_train_end"),
+    # What is loaded is seen in every loop that loads something.
+    *("on_state_loaded", "on_weights_loaded", "on_file_loaded", "on_step_after_loading"),
+}
 
 
 def in_unchanged_loop(hooks: list[Any], folder: Path) -> None:

@@ -15,7 +15,8 @@ import linted_loops  # noqa: E402
 
 SEEN = {
     *("on_loader_start", "on_batch_loaded", "on_after_forward", "on_loss_call"),
-    *("on_before_backward", "on_after_backward", "on_gradients_ready", "on_gradient_clip"),
+    *("on_batch_trained", "on_before_backward", "on_after_backward"),
+    *("on_before_clip", "on_clip_call"),
     *("on_before_optimizer_step", "on_after_optimizer_step", "on_step_end", "on_train_end"),
 }
 

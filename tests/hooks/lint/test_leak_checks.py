@@ -96,6 +96,37 @@ def test_a_model_that_returns_flat_logits_is_looked_at_too():
         assert set(found) == (set() if causal else {"output-depends-on-later-token"})
 
 
+def test_a_model_that_keeps_what_it_has_computed_is_copied_for_each_call():
+    """The copy of a plain model is used again; what one call keeps must not reach the next."""
+
+    class Keeping(Attention):
+        kept = None
+
+        def forward(self, ids):
+            if self.training:
+                return super().forward(ids)
+            if self.kept is None:
+                self.kept = super().forward(ids)
+            return self.kept
+
+    class KeepingInPlace(Attention):
+        def __init__(self):
+            super().__init__(causal=False)
+            self.kept = {}
+
+        def forward(self, ids):
+            return super().forward(ids) if self.training else self.look_up(ids)
+
+        def look_up(self, ids):
+            if "outputs" not in self.kept:
+                self.kept["outputs"] = super().forward(ids)
+            return self.kept["outputs"]
+
+    for model in (Keeping(causal=False), KeepingInPlace()):
+        found = lint_steps(model, lambda step, model=model: next_token(model, step), 3)
+        assert set(found) == {"output-depends-on-later-token"}
+
+
 def test_prediction_of_the_same_token_by_a_causal_model_is_found():
     model = Attention()
 
@@ -314,6 +345,27 @@ def test_padding_that_changes_outputs_is_found(kind, pooled):
     if found:
         assert found["output-depends-on-padding"].subject == "attention_mask"
         assert "what is no padding" in found["output-depends-on-padding"].message
+
+
+def test_padding_is_found_in_an_encoder_of_torch_which_has_another_path_for_eval_mode():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed = nn.Embedding(13, 16)
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(16, 2)
+
+        def forward(self, ids):
+            return self.head(self.encoder(self.embed(ids)).mean(1))
+
+    model = Encoder()
+
+    def loss_of(step):
+        return F.cross_entropy(model(padded(step)[0]), torch.arange(4) % 2)
+
+    assert set(lint_steps(model, loss_of, 3)) == {"output-depends-on-padding"}
 
 
 @pytest.mark.parametrize("case", ["causal", "no padding", "other mask", "convolution"])

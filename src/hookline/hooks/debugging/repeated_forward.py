@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -189,12 +189,21 @@ class _OnlyCompute(TorchDispatchMode):
         kwargs = kwargs or {}
         if "c10d" in func.namespace:
             raise CannotRepeatError("it communicates with other processes")
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[i] if i < len(args) else kwargs.get(argument.name)
-                if any(map(self._is_parameter, tensors_in(written))):
-                    raise CannotRepeatError("it changes parameters")
+        for i, name in _written_by(func):
+            written = args[i] if i < len(args) else kwargs.get(name)
+            if any(map(self._is_parameter, tensors_in(written))):
+                raise CannotRepeatError("it changes parameters")
         return func(*args, **kwargs)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
+
+
+@cache
+def _written_by(operation: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments that an operation changes."""
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(operation._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

@@ -79,9 +79,8 @@ class AverageMovesAway(_AverageCheck):
     Ignore: When the average is meant to follow the weights closely.
     """
 
+    @in_due_steps
     def on_step_end(self) -> None:
-        if self.view.steps_seen > 3 * _MANY_STEPS and not self.view.is_due:
-            return
         for average in self._find_averages():
             now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
             weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
@@ -143,13 +142,14 @@ class AverageRestartsAfterLoading(_AverageCheck):
         is_optimizer = isinstance(target, torch.optim.Optimizer)
         self._has_loaded = self._has_loaded or (is_optimizer and bool(state.get("state")))
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_step_after_loading(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1 and self._has_loaded and not self._start:
             for average in search_averages(self.view):
                 values = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
                 weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
                 self._start.append((average, values, weights))
 
+    @in_due_steps
     def on_step_end(self) -> None:
         if self.view.steps_seen != 2:
             return
@@ -163,6 +163,7 @@ class AverageRestartsAfterLoading(_AverageCheck):
             self.read([(moved * way).sum(), *squares], self._judge, average)
         self._start = []
 
+    @in_due_steps
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1:
             for average, _, _ in self._start:
@@ -212,6 +213,7 @@ class AverageOfCounters(_AverageCheck):
     Ignore: When nothing uses the averaged counter.
     """
 
+    @in_due_steps
     def on_step_end(self) -> None:
         if self.view.steps_seen > FIRST_STEPS:
             return  # values of the counter between due steps are not known

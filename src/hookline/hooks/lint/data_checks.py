@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
 from hookline.tensors.nested import tensors_in
 
@@ -61,13 +61,16 @@ class _LoaderCheck(Check):
             epoch.order.append(tuple(loaded.indices))
         self._latest = (loaded.loader, epoch)
 
-    def on_before_backward(self, loss: Any) -> None:
+    def on_batch_trained(self) -> None:
         latest, self._latest = self._latest, None
         if latest is not None:
-            latest[1].trained += 1
-            self._current = latest[1]
-        if self._current is not None:
-            self._current.backwards += 1
+            loader, self._current = latest
+            self._current.trained += 1
+            if self._current.trained <= _KEPT_BATCHES:
+                self.look(loader, self._epochs[loader])
+
+    def look(self, loader: Any, epochs: list[_Epoch]) -> None:
+        """Look at the epochs of a loader, at the first batches of the last one."""
 
 
 class SameOrderEveryEpoch(_LoaderCheck):
@@ -85,16 +88,16 @@ class SameOrderEveryEpoch(_LoaderCheck):
     Ignore: When the order is repeated on purpose.
     """
 
-    def on_step_end(self) -> None:
-        for loader, epochs in list(self._epochs.items()):
-            done = [epoch for epoch in epochs if epoch.trained]
-            if len(done) < 2 or not _shuffles(loader):
-                continue
-            before, now = done[-2].order, done[-1].order
-            compared = min(len(now), _KEPT_BATCHES)
-            is_enough = sum(map(len, now[:compared])) >= _MIN_SAMPLES and len(now) > 1
-            if is_enough and now[:compared] == before[:compared]:
-                self._find(loader, done[-1], sum(map(len, now[:compared])))
+    def look(self, loader: Any, epochs: list[_Epoch]) -> None:
+        """Compare the order of the last two epochs."""
+        done = [epoch for epoch in epochs if epoch.trained]
+        if len(done) < 2 or not _shuffles(loader):
+            return
+        before, now = done[-2].order, done[-1].order
+        compared = min(len(now), _KEPT_BATCHES)
+        is_enough = sum(map(len, now[:compared])) >= _MIN_SAMPLES and len(now) > 1
+        if is_enough and now[:compared] == before[:compared]:
+            self._find(loader, done[-1], sum(map(len, now[:compared])))
 
     def _find(self, loader: Any, epoch: _Epoch, count: int) -> None:
         sampler = _sampler(loader)
@@ -136,26 +139,25 @@ class OrderReplayedAfterResuming(_LoaderCheck):
         is_optimizer = isinstance(target, torch.optim.Optimizer)
         self._has_loaded = self._has_loaded or (is_optimizer and bool(state.get("state")))
 
-    def on_step_end(self) -> None:
-        if self.view.steps_seen > 10 * _KEPT_BATCHES:
+    def look(self, loader: Any, epochs: list[_Epoch]) -> None:
+        """Compare the order of the first epoch with that of a run that began from nothing."""
+        order = epochs[0].order
+        is_early = self.view.steps_seen <= 10 * _KEPT_BATCHES and len(epochs) == 1
+        if not is_early or len(order) < 2 or not _shuffles(loader):
             return
-        for loader, epochs in list(self._epochs.items()):
-            order = next((epoch.order for epoch in epochs if epoch.trained), [])
-            if len(epochs) > 1 or len(order) < 2 or not _shuffles(loader):
-                continue
-            key = (type(loader.dataset).__qualname__, len(loader.dataset))
-            if self._first.setdefault(key, weakref.ref(loader))() is not loader:
-                continue
-            if epochs[0].before_training > 1:
-                continue  # an epoch that has begun goes on: its first batches are skipped
-            if not self._has_loaded:
-                _first_orders[key] = order
-            elif sum(map(len, order)) >= _MIN_SAMPLES and _begins_with(key, order):
-                self.find(
-                    f"{_describe(loader)} ({type(_sampler(loader)).__name__})",
-                    f"After a saved state was loaded, the first {sum(map(len, order))} samples "
-                    "came in the order of the very first epoch.",
-                )
+        key = (type(loader.dataset).__qualname__, len(loader.dataset))
+        if self._first.setdefault(key, weakref.ref(loader))() is not loader:
+            return
+        if epochs[0].before_training > 1:
+            return  # an epoch that has begun goes on: its first batches are skipped
+        if not self._has_loaded:
+            _first_orders[key] = order
+        elif sum(map(len, order)) >= _MIN_SAMPLES and _begins_with(key, order):
+            self.find(
+                f"{_describe(loader)} ({type(_sampler(loader)).__name__})",
+                f"After a saved state was loaded, the first {sum(map(len, order))} samples "
+                "came in the order of the very first epoch.",
+            )
 
 
 _first_orders: dict[tuple[str, int], list[Any]] = {}
@@ -179,13 +181,12 @@ class LoaderIteratorMadeAnew(_LoaderCheck):
     Ignore: When one batch is overfitted on purpose; take it once, before the loop.
     """
 
-    def on_step_end(self) -> None:
-        for loader, epochs in list(self._epochs.items()):
-            latest = epochs[-_MANY_STARTS:]
-            if len(latest) < _MANY_STARTS or any((e.loaded, e.trained) != (1, 1) for e in latest):
-                continue
-            if _length(loader) <= 1 or not isinstance(_sampler(loader), SequentialSampler):
-                continue
+    def look(self, loader: Any, epochs: list[_Epoch]) -> None:
+        """See whether each of the last epochs has one batch."""
+        latest = epochs[-_MANY_STARTS:]
+        if len(latest) < _MANY_STARTS or any((e.loaded, e.trained) != (1, 1) for e in latest):
+            return
+        if _length(loader) > 1 and isinstance(_sampler(loader), SequentialSampler):
             self.find(
                 _describe(loader),
                 f"In {_MANY_STARTS} steps in a row, the loader was started anew and only its first "
@@ -220,6 +221,11 @@ class BatchesSkippedInEveryEpoch(_LoaderCheck):
         skips = skips or getattr(getattr(loader, "batch_sampler", None), "skip_batches", 0)
         if self.in_a_row(skips, id(loader.dataset)) >= _MANY_SKIPS and self.view.steps_seen > 1:
             self._find(loader, skips)
+
+    def on_before_backward(self, loss: Any) -> None:
+        """Count: several batches may be loaded before they are trained on."""
+        if self._current is not None:
+            self._current.backwards += 1
 
     def _find(self, loader: Any, count: int) -> None:
         self.find(
@@ -277,9 +283,10 @@ class StreamRepeatedByWorkers(Check):
         self._last: list[Tensor] = []
         self._equal = 0
 
+    @in_due_steps
     def on_batch_loaded(self, loaded: LoadedBatch) -> None:
         loader: Any = loaded.loader
-        if loader is None or not self.view.is_due or loader.num_workers < 2:
+        if loader is None or loader.num_workers < 2:
             return
         if not isinstance(loader.dataset, IterableDataset):
             return
@@ -318,10 +325,10 @@ class SamplesAreEqual(Check):
         self._before: Tensor | None = None  # the first sample of the step before
 
     def on_module_call(self, call: ModuleCall) -> None:
-        x = next(tensors_in((call.args, call.kwargs)), None)
-        if x is None or not call.has_gradients or call.module not in self.view.models:
+        if not call.has_gradients or call.module not in self.view.models:
             return
-        if x.ndim != 2 or len(x) < _MANY_LABELS or not x.is_floating_point():
+        x = next(tensors_in((call.args, call.kwargs)), None)
+        if x is None or x.ndim != 2 or len(x) < _MANY_LABELS or not x.is_floating_point():
             return
         first = x[0].detach().clone()
         if self._before is not None and self._before.shape == first.shape:
@@ -356,16 +363,18 @@ class LabelsSorted(Check):
         self._ranges: list[tuple[float, float]] = []
         self._loader: Any = None
 
+    @in_due_steps
     def on_batch_loaded(self, loaded: LoadedBatch) -> None:
         self._loader = loaded.loader
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         labels, loader = call.target, self._loader
         if call.name not in ("cross_entropy", "nll_loss") or not call.has_gradients:
             return
         is_sequential = loader is not None and isinstance(_sampler(loader), SequentialSampler)
         is_batch = labels.ndim == 1 and labels.numel() >= _MANY_LABELS
-        if is_sequential and is_batch and not labels.is_floating_point() and self.view.is_due:
+        if is_sequential and is_batch and not labels.is_floating_point():
             read: list[Tensor] = [labels.min(), labels.max(), labels.diff().min()]
             self.read(read, self._judge, loader)
 

@@ -22,7 +22,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_due_steps(method: Method) -> Method:
-    """Mark a check's method as one that looks at due steps only: others do not call it."""
+    """Mark a check's method as one that is called in due steps only.
+
+    What is not marked is called in every step, and has to be cheap: it counts, or compares modes.
+    """
     method.is_for_due_steps = True  # type: ignore[attr-defined]
     return method
 
@@ -159,12 +162,13 @@ POINTS = {
     "on_model_call": "a whole model has returned, in training or evaluation (ModuleCall)",
     "on_loss_call": "a loss function of torch.nn.functional has returned (LossCall)",
     "on_before_backward": "backward begins (the loss; None if there are several)",
+    "on_batch_trained": "backward begins, the first since a DataLoader has delivered a batch",
     "on_after_backward": "backward has run",
-    "on_gradients_ready": "gradients are complete and unscaled, not yet clipped (optimizer)",
-    "on_gradient_clip": "gradients were clipped (optimizer)",
+    "on_before_clip": "a clipping function of torch is called (ClipCall)",
     "on_clip_call": "a clipping function of torch has returned (ClipCall)",
     "on_loss_scaled": "a GradScaler has scaled a loss (scaler)",
     "on_before_optimizer_step": "the optimizer is about to step (optimizer)",
+    "on_step_after_loading": "the same, in the ten steps after a state was loaded (optimizer)",
     "on_after_optimizer_step": "the optimizer has stepped (optimizer)",
     "on_step_sampled": "the optimizer has stepped, in a due step (optimizer, StepSamples)",
     "on_step_skipped": "the optimizer did not step (optimizer)",

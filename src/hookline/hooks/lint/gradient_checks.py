@@ -20,7 +20,7 @@ from hookline.loop.clip_watch import ClipCall
 from hookline.tensors.sharded import needs_collective
 
 _STEPS_IN_A_ROW = 2
-_MAX_PARAMETERS = 8  # of an optimizer, where a few tell enough
+_MAX_PARAMETERS = 4  # of an optimizer, where a few tell enough
 _MAX_NODES = 2000  # of a graph
 _MARK = "hookline_step"
 _MAX_LOOKS = 32  # at a gradient that is clipped, in a step
@@ -45,19 +45,21 @@ class GradientsNotZeroed(Check):
         self._used: dict[int, tuple[Tensor, Tensor]] = {}  # by optimizer: parameter and gradient
         self._remainders: dict[int, list[Tensor]] = {}  # by optimizer, at each backward since then
 
+    @in_due_steps
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         self._used.pop(id(optimizer), None)
         self._remainders[id(optimizer)] = []
-        if self.view.is_due:
-            parameter = _small_matrix(optimizer)
-            if parameter is not None:
-                self._used[id(optimizer)] = (parameter, parameter.grad)  # type: ignore[assignment]
+        parameter = _small_matrix(optimizer)
+        if parameter is not None:
+            self._used[id(optimizer)] = (parameter, parameter.grad)  # type: ignore[assignment]
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         for key, (parameter, gradient) in self._used.items():
             if parameter.grad is gradient:
                 self._remainders[key].append(self.sample(gradient).abs().sum())
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         used = self._used.get(id(optimizer))
         remainders = self._remainders.get(id(optimizer))
@@ -84,7 +86,8 @@ class GradientsZeroedBeforeStep(Check):
         optimizer.zero_grad()
         optimizer.step()
     Fix: Call `zero_grad` before backward, or after the step.
-    Ignore: When most steps are left out in this way on purpose.
+    Ignore: When most steps are left out in this way on purpose. Loops with update hooks are not
+        looked at: one of these may make gradients zero.
     """
 
     def setup(self) -> None:
@@ -92,13 +95,22 @@ class GradientsZeroedBeforeStep(Check):
 
     @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers:
+        for optimizer in () if self.view.has_updates else self.view.optimizers:
             chosen = _some_with_gradients(optimizer)
             if chosen:
                 self._sums[id(optimizer)] = [(p, _sum(self.view, p.grad)) for p in chosen]
 
-    def on_gradients_ready(self, optimizer: Any) -> None:
-        """Compare, before updates: one of these may make gradients zero on purpose."""
+    @in_due_steps
+    def on_before_clip(self, call: ClipCall) -> None:
+        """Compare before clipping, which makes gradients zero if their norm is not finite."""
+        for optimizer in _optimizers_of(self.view, call):
+            self._compare(optimizer)
+
+    @in_due_steps
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._compare(optimizer)
+
+    def _compare(self, optimizer: Any) -> None:
         rows = self._sums.pop(id(optimizer), None)
         if rows and any(parameter.grad is not None for parameter, _ in rows):
             now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
@@ -137,6 +149,7 @@ class ClipWithoutEffect(Check):
         self._late: dict[int, str] = {}  # clipped in vain, since the last step
         self._in_time: set[int] = set()
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         self._stepped.clear()
 
@@ -154,6 +167,7 @@ class ClipWithoutEffect(Check):
             else:
                 self._in_time.add(key)
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         key = id(optimizer)
         when, was_in_time = self._late.pop(key, None), key in self._in_time
@@ -166,6 +180,7 @@ class ClipWithoutEffect(Check):
                 "backward and step.",
             )
 
+    @in_due_steps
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         self._stepped.add(id(optimizer))
 
@@ -201,6 +216,7 @@ class ClippedWhileScaled(Check):
             else:
                 self._clipped.discard(id(optimizer))
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if id(optimizer) not in self._clipped:
             return
@@ -242,15 +258,18 @@ class ClippedWhileAccumulating(Check):
         self._chosen: dict[Any, Tensor] = {}  # by clip: the parameter that is looked at
         self._seen: dict[Any, list[tuple[str, Tensor]]] = {}  # by clip: sums of its gradient
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         self._look("start")
 
+    @in_due_steps
     def on_after_backward(self) -> None:
         self._look("end")
 
+    @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
         """Look at a gradient of these parameters, if they are clipped in the same way again."""
-        if not self.view.is_due or not _limits(call):
+        if not _limits(call):
             return
         limit = call.max_norm if isinstance(call.max_norm, float | int) else None
         key = call.function, limit, frozenset(map(id, call.tensors))
@@ -261,13 +280,14 @@ class ClippedWhileAccumulating(Check):
         self._look("clip", key)
 
     def _look(self, when: str, clip: Any = None) -> None:
-        for key, parameter in self._chosen.items() if self.view.is_due else ():
+        for key, parameter in self._chosen.items():
             seen = self._seen.setdefault(key, [])
             if parameter.grad is None:
                 seen.clear()
             elif clip in (None, key) and len(seen) < _MAX_LOOKS:
                 seen.append((when, _sum(self.view, parameter.grad)))
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if not self._seen:
             return
@@ -279,6 +299,7 @@ class ClippedWhileAccumulating(Check):
                 if when.count("clip") > 1:
                     self.read(sums, self._judge, when, key, type(optimizer).__name__)
 
+    @in_due_steps
     def on_step_end(self) -> None:
         self._seen.clear()
 
@@ -327,6 +348,7 @@ class ClipDiffersOverRanks(Check):
             if parameter is not None and _is_shared(self.view, parameter):
                 self._before[id(optimizer)] = parameter, _sum(self.view, parameter.grad)
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameter, before = self._before.pop(id(optimizer), (None, None))
         if parameter is None or before is None or parameter.grad is None:
@@ -392,6 +414,7 @@ class SchedulerStepsTooOften(Check):
             except TypeError:  # an IterableDataset
                 self._batches = 0
 
+    @in_due_steps
     def on_scheduler_step(self, scheduler: Any) -> None:
         """Count; the constructor makes a first step."""
         is_absolute = isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts)
@@ -399,6 +422,7 @@ class SchedulerStepsTooOften(Check):
             count = self._steps.get(id(scheduler), (scheduler, 0))[1]
             self._steps[id(scheduler)] = scheduler, count + 1
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         steps, self._steps = self._steps, {}
         if len(self.view.optimizers) != 1 or self.view.steps_seen < 3:
@@ -521,11 +545,13 @@ class Fp16WithoutScaler(Check):
     def on_loss_scaled(self, scaler: Any) -> None:
         self._is_scaled = True
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         node = getattr(loss, "grad_fn", None)
         if node is None or node.name().startswith("Mul"):
             self._is_scaled = True
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         name, self._module = self._module, None
         count = self.in_a_row(name is not None and not self._is_scaled)
@@ -550,6 +576,7 @@ class GraphRetained(Check):
     Ignore: Never.
     """
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         step = self.view.steps_seen
         if step > 5 or not isinstance(loss, Tensor) or loss.grad_fn is None:

@@ -77,6 +77,7 @@ class TargetBroadcast(Check):
     def setup(self) -> None:
         self._output: Any = None
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         if call.name in _ELEMENTWISE and call.has_gradients:
             first, second = call.input.shape, call.target.shape
@@ -88,6 +89,7 @@ class TargetBroadcast(Check):
         is_column = isinstance(outputs, Tensor) and outputs.ndim == 2 and outputs.shape[1] == 1
         self._output = outputs.grad_fn if is_column else None
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         output, self._output = self._output, None
         if output is None or getattr(loss, "grad_fn", None) is None:
@@ -139,6 +141,7 @@ class AllLabelsIgnored(Check):
             self._used.append(is_label_used(call).sum())
             self._count += call.target.numel()
 
+    @in_due_steps
     def on_step_end(self) -> None:
         if self._used:
             self.read(self._used, self._judge, self._count)
@@ -255,6 +258,7 @@ class CrossEntropyOfOneClass(Check):
     Ignore: Never seen on purpose.
     """
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         shape = call.input.shape
         if call.name != "cross_entropy" or not call.has_gradients or len(shape) < 2:
@@ -285,11 +289,13 @@ class LabelsShiftedTwice(Check):
     def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         found = self._tokens.labelled(call)
         if found is not None:
             self._shifts += [is_shifted_by(count, *found) for count in range(4)]
 
+    @in_due_steps
     def on_step_end(self) -> None:
         """Judge all losses of the step together: some models predict several tokens."""
         if self._shifts:
@@ -366,6 +372,7 @@ class EndTokenNeverTrained(Check):
     def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         found = self._tokens.labelled(call)
         if found is None or found[0].shape[0] < 2:
@@ -392,6 +399,7 @@ class EndTokenNeverTrained(Check):
             self._judge,
         )
 
+    @in_due_steps
     def on_step_end(self) -> None:
         self._tokens.forget()
 
@@ -445,6 +453,7 @@ class FirstLossTooHigh(Check):
         if is_first and type(call.module) is nn.Linear and isinstance(call.output, Tensor):
             self._layers[call.output.grad_fn] = (call.name, call.module)
 
+    @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
         if not self._layers or not call.has_gradients:
             return
@@ -458,6 +467,7 @@ class FirstLossTooHigh(Check):
             spread = layer.weight.detach().std() * math.sqrt(layer.in_features)
             self.read([call.result.detach(), spread], self._judge, name, classes)
 
+    @in_due_steps
     def on_step_end(self) -> None:
         self._layers = {}
 

@@ -102,8 +102,10 @@ def compare_tokens(call: RepeatableCall, ids: Tensor, changed: Tensor) -> Compar
 def change_later(call: RepeatableCall, ids: Tensor) -> tuple[Comparison | None, int]:
     """Change the tokens from the middle on; return the outputs, and where the middle is."""
     middle = ids.shape[1] // 2
-    changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
-    return compare_tokens(call, ids, changed), middle
+    if "later" not in call.shared:
+        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
+        call.shared["later"] = compare_tokens(call, ids, changed)
+    return call.shared["later"], middle
 
 
 def attention_names(view: TrainingView) -> list[str]:

@@ -17,7 +17,7 @@ from hookline.hooks.lint.finding import POINTS, Check, Finding, describe_left_ou
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.step_samples import StepSample, sample_step
 from hookline.hooks.lint.torch_watch import LossCall, TorchWatch
-from hookline.hooks.lint.training_view import TrainingView
+from hookline.hooks.lint.training_view import FIRST_STEPS, TrainingView
 from hookline.loop.loop import loop_of, processes_of
 from hookline.options import BuiltIn
 from hookline.printable import message_lines
@@ -28,6 +28,9 @@ _Call = tuple[Check, Callable[..., Any]]
 
 _REPEATED_STEP = 2  # whose forward active checks make again
 _MAX_TARGETS = 8
+
+_IN_DUE_STEPS = frozenset({"on_module_call", "on_step_sampled", "on_repeat"})
+_LOADING = frozenset({"on_state_loaded", "on_weights_loaded", "on_file_loaded"})
 
 _OPTIONAL = frozenset(EVENTS) - {"on_train_start", "on_step_end", "on_train_end"}
 
@@ -51,7 +54,8 @@ class Lint(BuiltIn):
     cost = (
         "In the first ten steps, a few more and each hundredth, a copy of up to 64 elements of "
         "each parameter and gradient, and one wait for the device at the end of the step. Active "
-        "checks make a few forwards, once. In other steps a few microseconds."
+        "checks make a few forwards, once. In other steps less than 0.1 ms, however large the "
+        "model."
     )
 
     def __init__(
@@ -67,8 +71,9 @@ class Lint(BuiltIn):
         self.only, self.ignore, self.active = only, tuple(ignore), active
         self.findings: list[Finding] = []
         self._checks: list[Check] = []
-        self._calls: dict[str, list[_Call]] = {}  # by point: checks, and their methods
-        self._calls_between: dict[str, list[_Call]] = {}  # those of steps that are not due
+        self._methods: dict[str, list[_Call]] = {}  # by point: checks, and their methods
+        self._calls: dict[str, list[_Call]] = {}  # those of the step in progress
+        self._loaded_until = 0  # the last step that counts as one after loading
         self._view: TrainingView | None = None
         self._watch = TorchWatch()
         self._watch.attach()
@@ -94,17 +99,17 @@ class Lint(BuiltIn):
         for check in self._checks:
             if check.is_active and not self.active:
                 check.left_out = "active checks are switched off"
-        for point in POINTS:
-            calls = [(c, getattr(c, point)) for c in self._checks if hasattr(c, point)]
-            self._calls[point] = calls
-            self._calls_between[point] = [
-                (c, function) for c, function in calls if not hasattr(function, "is_for_due_steps")
-            ]
+        self._methods = {
+            point: [(c, getattr(c, point)) for c in self._checks if hasattr(c, point)]
+            for point in POINTS
+        }
+        self._loaded_until = 0
+        self._choose_calls(view)
         self._tell("on_train_start")
         self._watch.start(self._tell, sees_losses=not view.is_compiled)
-        self._hook_modules()
-        if self._calls["on_model_call"] and not view.is_compiled:
+        if self._methods["on_model_call"] and not view.is_compiled:
             self._watch.hook_models(view.models)
+        self._choose_calls(view)
 
     def on_train_end(self, trainer: Any) -> None:
         view = self._view
@@ -121,19 +126,33 @@ class Lint(BuiltIn):
     def _end(self) -> None:
         self._watch.detach()
         self._view = self._call = None
-        self._calls, self._calls_between, self._targets = {}, {}, []
+        self._methods, self._calls, self._targets = {}, {}, []
 
     # -- calling the checks ------------------------------------------------------------------------
 
+    def _choose_calls(self, view: TrainingView) -> None:
+        """Choose the methods that the step in progress calls, and see no more than they need."""
+        self._calls = {
+            point: chosen
+            for point, calls in self._methods.items()
+            if view.is_due or point not in _IN_DUE_STEPS
+            if (chosen := [call for call in calls if _is_due(*call, is_due=view.is_due)])
+        }
+        # Targets of losses are kept for active checks.
+        self._watch.wanted = {*self._calls, "on_loss_call"} if view.is_due else set(self._calls)
+        # Hooks on modules would compile a compiled model again.
+        if "on_module_call" in self._calls and not view.is_compiled:
+            self._watch.hook_modules(view.models, view.module_names)
+        else:
+            self._watch.leave_modules()
+
     def _tell(self, point: str, *args: Any) -> None:
         """Call the checks that look at a point; one that fails is left out from then on."""
-        view = self._view
-        if view is None:
-            return
-        if point == "on_loss_call" and self._call is not None:
+        if self._call is not None and point == "on_loss_call":
             self._keep_target(args[0])
-        calls = self._calls if view.is_due else self._calls_between
-        for check, function in calls[point]:
+        if self._view is not None and point in _LOADING:
+            self._loaded_until = self._view.steps_seen + FIRST_STEPS
+        for check, function in self._calls.get(point, ()):
             if check.left_out is None and not (check.ends and check.has_found):
                 try:
                     function(*args)
@@ -164,25 +183,21 @@ class Lint(BuiltIn):
         view = self._view
         if view is None or not self.active or view.steps_seen != _REPEATED_STEP:
             return
-        if self._call is None and self._calls["on_repeat"]:
+        if self._call is None and "on_repeat" in self._calls:
             self._call = running_call()
 
     def on_after_forward(self, outputs: Any) -> None:
         self._tell("on_after_forward", outputs)
 
-    def on_gradients_ready(self, optimizers: list[Any], optimizer_idx: int) -> None:
-        self._see(optimizers)
-        self._tell("on_gradients_ready", optimizers[optimizer_idx])
-
-    def on_gradient_clip(self, optimizers: list[Any], optimizer_idx: int) -> None:
-        self._tell("on_gradient_clip", optimizers[optimizer_idx])
-
     def on_before_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
-        self._see(optimizers)
         optimizer, view = optimizers[optimizer_idx], self._view
+        if view is None:
+            return
+        view.optimizers = optimizers  # some come later
         self._tell("on_before_optimizer_step", optimizer)
-        is_sampled = view is not None and view.is_due and self._calls["on_step_sampled"]
-        self._samples = sample_step(view, optimizer) if is_sampled and view is not None else []
+        if view.steps_seen <= self._loaded_until:
+            self._tell("on_step_after_loading", optimizer)
+        self._samples = sample_step(view, optimizer) if "on_step_sampled" in self._calls else []
 
     def on_after_optimizer_step(self, optimizers: list[Any], optimizer_idx: int) -> None:
         optimizer = optimizers[optimizer_idx]
@@ -205,6 +220,7 @@ class Lint(BuiltIn):
     def on_checkpoint_load(self) -> None:
         if self._view is not None:
             self._view.look_closely()
+            self._choose_calls(self._view)
         self._tell("on_checkpoint_load")
 
     def on_step_end(self, step: int) -> None:
@@ -212,28 +228,16 @@ class Lint(BuiltIn):
         if view is None:
             return
         view.step = max(step, 1)
-        self._repeat(view)
+        if self._call is not None:
+            self._repeat(self._call)
         self._tell("on_step_end")
-        if view.is_due:
+        was_due = view.is_due
+        if was_due:
             self._share_findings(view)
         view.settle(self._judge)
         view.end_step()
-        self._hook_modules()
-
-    def _see(self, optimizers: list[Any]) -> None:
-        """Notice optimizers that came later."""
-        if self._view is not None:
-            self._view.optimizers = optimizers
-
-    def _hook_modules(self) -> None:
-        """See the calls of modules in due steps; hooks would compile a compiled model again."""
-        view, watch = self._view, self._watch
-        if view is None:
-            return
-        if view.is_due and self._calls["on_module_call"] and not view.is_compiled:
-            watch.hook_modules(view.model, view.module_names)
-        else:
-            watch.leave_modules()
+        if was_due != view.is_due:
+            self._choose_calls(view)
 
     # -- active checks -----------------------------------------------------------------------------
 
@@ -241,11 +245,9 @@ class Lint(BuiltIn):
         if call.has_gradients and len(self._targets) < _MAX_TARGETS:
             self._targets.append(call.target)
 
-    def _repeat(self, view: TrainingView) -> None:
-        call, self._call = self._call, None
-        targets, self._targets = self._targets, []
-        if call is None:
-            return
+    def _repeat(self, call: ModelCall) -> None:
+        targets = self._targets
+        self._call, self._targets = None, []
         self._watch.is_paused = True
         try:
             self._tell("on_repeat", RepeatableCall(call, targets))
@@ -308,3 +310,9 @@ class Lint(BuiltIn):
         lines = [f"Lint: {count} checks, {found}{f', {errors} of them errors' if errors else ''}."]
         lines += [f"    {line}" for line in describe_left_out(left_out)]
         log.info("%s", message_lines(*lines))
+
+
+def _is_due(check: Check, method: Callable[..., Any], *, is_due: bool) -> bool:
+    """Return whether a method is called in a step."""
+    has_ended = check.left_out is not None or (check.ends and check.has_found)
+    return not has_ended and (is_due or not hasattr(method, "is_for_due_steps"))

@@ -68,6 +68,7 @@ class MeanOfMeans(Check):
         classes = call.input.shape[1]
         self._batches.append(_MicroBatch(reduction == "mean", call.target.numel(), classes))
 
+    @in_due_steps
     def on_step_end(self) -> None:
         batches, tensors, is_clear = self._batches, self._tensors, self._is_clear
         self._batches, self._tensors, self._is_clear, self._calls = [], [], True, []

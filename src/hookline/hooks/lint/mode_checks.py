@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from hookline.hooks.lint.finding import Check
+from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.leak_checks import difference, is_changed
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
@@ -74,7 +74,8 @@ class ModeNotRestored(Check):
         for model in self.view.models:
             if model.training and model not in self._trained:
                 self._trained.add(model)
-        self._evaluated = {model for model in self._evaluated if not model.training}
+        if self._evaluated:
+            self._evaluated = {model for model in self._evaluated if not model.training}
 
     def _find(self, model: nn.Module) -> None:
         count = sum(depends_on_mode(module) and not module.training for module in model.modules())
@@ -104,9 +105,11 @@ class TrainingInEvalMode(Check):
     def setup(self) -> None:
         self._was_trained = False
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         self._was_trained |= any(model.training for model in self.view.models)
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self._was_trained or self.view.steps_seen > 2:
             return
@@ -172,7 +175,7 @@ class DropoutInEvaluation(Check):
     def on_batch_loaded(self, loaded: LoadedBatch) -> None:
         self._loader = loaded.loader
 
-    def on_before_backward(self, loss: Any) -> None:
+    def on_batch_trained(self) -> None:
         if self._loader is not None:
             self._trained_loaders.add(self._loader)
 
@@ -189,11 +192,12 @@ class DropoutInEvaluation(Check):
     def on_model_call(self, call: ModuleCall) -> None:
         """Note evaluations in train mode; a training forward ends them."""
         loss, self._pending = self._pending, None
-        inputs = list(tensors_in((call.args, call.kwargs)))
+        inputs = _tensors_of(call)
         self._outputs = []
         if call.has_gradients and not self.view.is_evaluating:
-            self._judge()
-            self._trained, self._inputs = _weakly(inputs), []
+            if self._labels:
+                self._judge()
+            self._trained, self._inputs, self._is_left_out = _weakly(inputs), [], False
             return
         if not call.module.training:
             return
@@ -209,14 +213,14 @@ class DropoutInEvaluation(Check):
     def on_loss_call(self, call: LossCall) -> None:
         self._pending = None
         if call.has_gradients and not self.view.is_evaluating:
-            self._trained_labels = tuple(call.target.shape)
+            self._trained_labels = call.target.shape
         elif any(output.may_give(call.input) for output in self._outputs):
             self._note(call)
         elif isinstance(call.result, Tensor):
             self._pending = call
 
     def _note(self, call: LossCall) -> None:
-        labels = tuple(call.target.shape)
+        labels = call.target.shape
         self._labels.append(labels)
         # The loss of a training batch, as in a line search; or one that chooses samples.
         is_training_batch = _are_same(self._trained, self._inputs_now())
@@ -244,6 +248,13 @@ class DropoutInEvaluation(Check):
                 f"The model was evaluated without gradients while it was in train mode, with "
                 f"{len(labels)} batches: dropout or BatchNorm were active.",
             )
+
+
+def _tensors_of(call: ModuleCall) -> list[Tensor]:
+    """Return the tensors among the arguments of a call."""
+    if not call.kwargs and all(isinstance(value, Tensor) for value in call.args):
+        return list(call.args)
+    return list(tensors_in((call.args, call.kwargs)))
 
 
 def _weakly(tensors: list[Tensor]) -> list[Any]:
@@ -292,7 +303,7 @@ class DropoutIgnoresEvalMode(Check):
 
 
 class _DropoutCalls(TorchFunctionMode):
-    """Notes the functions that drop values."""
+    """Notes the names of the functions that drop values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +338,7 @@ class DropoutSwitchedOff(Check):
     """
 
     def setup(self) -> None:
-        self._settings: dict[tuple[str, str], tuple[nn.Module, str, float]] = {}
+        self._settings: list[tuple[str, nn.Module, str, float]] = []  # name, where, and the value
         self._has_evaluated = False
 
     def on_train_start(self) -> None:
@@ -335,24 +346,25 @@ class DropoutSwitchedOff(Check):
             for attribute, value in vars(module).items():
                 is_dropout = "drop" in attribute or (isinstance(module, _DropoutNd))
                 if is_dropout and type(value) is float and 0 < value < 1:
-                    self._settings[name, attribute] = (module, attribute, value)
+                    self._settings.append((f"{name}.{attribute}", module, attribute, value))
 
     def on_model_call(self, call: ModuleCall) -> None:
         self._has_evaluated |= not call.module.training
 
     def on_before_backward(self, loss: Any) -> None:
-        if not self._settings:
-            return
         gone = []
-        for key, (module, attribute, value) in self._settings.items():
-            now = vars(module).get(attribute, value)
+        for i, (name, module, attribute, value) in enumerate(self._settings):
+            now = module.__dict__.get(attribute, value)
+            if now == value:
+                continue
             if now == 0 and module.training and self._has_evaluated:
-                gone.append(f"{key[0]}.{attribute}")
-            elif now != value:
-                self._settings[key] = (module, attribute, now)
+                gone.append(name)
+            else:
+                self._settings[i] = (name, module, attribute, now)
         if not gone:
             self._has_evaluated = False  # what changes from now on has another reason
-        if self.in_a_row(gone) == 2:
+            self._counts.clear()
+        elif self.in_a_row(gone) == 2:
             self.find(gone, f"{len(gone)} of these became 0 in an evaluation, and still are.")
 
 
@@ -443,12 +455,13 @@ class _WeightSample:
 
     def __init__(self, name: str, parameter: nn.Parameter) -> None:
         self.name, self._parameter = name, parameter
+        self._is_sharded = is_sharded(parameter)
         self._address = -1
         self._elements: Tensor | None = None  # shares memory with the parameter
 
     def copy(self) -> Tensor:
         """Return the elements as they are now."""
-        address = -1 if is_sharded(self._parameter) else self._parameter.data_ptr()
+        address = -1 if self._is_sharded else self._parameter.data_ptr()
         if self._elements is None or address != self._address or address == -1:
             with torch.no_grad():
                 self._elements = stored_values(self._parameter).detach().reshape(-1)[:_SAMPLE]

@@ -66,6 +66,7 @@ class AutocastNotApplied(Check):
         if tensor is not None and torch.is_autocast_enabled(tensor.device.type):
             self._where = self._where or where
 
+    @in_due_steps
     def on_step_end(self) -> None:
         where, full, has_low = self._where, self._full, self._has_low
         self._where, self._full, self._has_low = "", [], False
@@ -115,6 +116,7 @@ class DeadLayer(Check):
             if count and weight is not None and weight.grad is not None:
                 self._gradients[name] = stored_values(weight.grad).abs().max()
 
+    @in_due_steps
     def on_step_end(self) -> None:
         for name, largest in self._largest.items():
             gradient = self._gradients.get(name)

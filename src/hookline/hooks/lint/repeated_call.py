@@ -8,9 +8,10 @@ parameter, or talk to other processes, ends the call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -36,12 +37,15 @@ class RepeatableCall:
         args: the inputs by position; tensors are copies.
         kwargs: the inputs by name.
         targets: what the loss functions of the step got as targets.
+        shared: what one check has computed and another uses, by name.
     """
 
     def __init__(self, call: ModelCall, targets: list[Tensor]) -> None:
         self._call = call
         self.args, self.kwargs = map_tensors((call.args, call.kwargs), lambda x: x.detach().clone())
         self.targets = targets
+        self.shared: dict[str, Any] = {}
+        self._unchanged: _SharingCopy | None = None  # a copy that can be used again
 
     @property
     def device(self) -> torch.device:
@@ -90,28 +94,33 @@ class RepeatableCall:
         two equal calls differ in shape.
         """
         modules = {id(m): name for name, m in unwrap_module(self._call.model).named_modules()}
-        model, parameters = copy_sharing_parameters(self._call.model)
-        own: Any = dict(model.named_modules()).get(modules.get(id(layer), "-"))
-        if own is None:
-            return None
-        _drop_hooks(model)
-        own.weight = torch.nn.Parameter(own.weight.detach().clone(), False)
-        own.register_forward_hook(_leave_forward)
-        model.train()
-        buffers = [(m, name, x) for m in model.modules() for name, x in m._buffers.items()]
         outputs: list[Tensor] = []
-        with torch.no_grad(), self._apart(), only_compute(self._call, parameters):
-            for i in range(3):
-                for module, name, buffer in buffers:
-                    module._buffers[name] = None if buffer is None else buffer.clone()
-                torch.manual_seed(0)
-                try:
-                    model(*self.args, **self.kwargs)
-                except _LayerReached as reached:
-                    outputs.append(reached.output)
-                if i == 1:
-                    values = torch.linspace(-1.5, 1.5, own.weight.numel()).to(own.weight)
-                    own.weight.copy_(values.view_as(own.weight))
+        with self._copy() as copy:
+            model = copy.model
+            own: Any = dict(model.named_modules()).get(modules.get(id(layer), "-"))
+            if own is None:
+                return None
+            model.train()
+            buffers = [(m, name, x) for m in model.modules() for name, x in m._buffers.items()]
+            weight, handle = own.weight, own.register_forward_hook(_leave_forward)
+            own.weight = torch.nn.Parameter(weight.detach().clone(), False)
+            with torch.no_grad(), self._apart(), only_compute(self._call, copy.parameters):
+                for i in range(3):
+                    for module, name, buffer in buffers:
+                        module._buffers[name] = None if buffer is None else buffer.clone()
+                    _seed(self._devices, 0)
+                    try:
+                        model(*self.args, **self.kwargs)
+                        break  # without the layer
+                    except _LayerReached as reached:
+                        outputs.append(reached.output)
+                    if i == 1:
+                        values = torch.linspace(-1.5, 1.5, own.weight.numel()).to(own.weight)
+                        own.weight.copy_(values.view_as(own.weight))
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+            own.weight = weight
+            handle.remove()
         if len(outputs) < 3 or not all(isinstance(x, Tensor) for x in outputs):
             return None
         one, two, three = outputs
@@ -137,29 +146,92 @@ class RepeatableCall:
             CannotRepeatError: it cannot be called without an effect on training, or fails.
         """
         _check_memory(self.device)
-        model, parameters = copy_sharing_parameters(self._call.model)
-        model.train(train)
-        _drop_hooks(model)
         args = self.args if args is None else args
         kwargs = self.kwargs if kwargs is None else kwargs
         with (
+            self._copy() as copy,
             torch.set_grad_enabled(gradients),
             self._apart(seed),
-            only_compute(self._call, parameters),
+            only_compute(self._call, copy.parameters),
         ):
-            return model(*args, **kwargs)
+            copy.model.train(train)
+            return copy.model(*args, **kwargs)
+
+    @contextmanager
+    def _copy(self) -> Generator[_SharingCopy, None, None]:
+        """Use a copy of the model that no call has changed; copying takes as long as a forward."""
+        copy, self._unchanged = self._unchanged or _SharingCopy(self._call.model), None
+        yield copy
+        if copy.is_unchanged:
+            self._unchanged = copy
+
+    @property
+    def _devices(self) -> set[torch.device]:
+        return {torch.device("cpu"), self.device}
 
     @contextmanager
     def _apart(self, seed: int = 0) -> Generator[None, None, None]:
         """Draw random numbers of a generator that is put back afterwards."""
-        devices = {torch.device("cpu"), self.device}
-        states = [(device, random_state(device)) for device in devices]
+        states = [(device, random_state(device)) for device in self._devices]
         try:
-            torch.manual_seed(seed)
+            _seed(self._devices, seed)
             yield
         finally:
             for device, state in states:
                 restore_random_state(state, device)
+
+
+class _SharingCopy:
+    """A copy of a model that shares its parameters, without the hooks of users.
+
+    Attributes:
+        model: the copy.
+        parameters: those that both have.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.parameters = copy_sharing_parameters(model)
+        _drop_hooks(self.model)
+        self._before = self._describe()
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether calls have surely changed nothing but what each call sets."""
+        return self._before is not None and self._before == self._describe()
+
+    def _describe(self) -> list[Any] | None:
+        """Return what all modules have; None if a call might change some of it in place."""
+        try:
+            return [
+                [(name, _value_of(name, value)) for name, value in vars(module).items()]
+                for module in self.model.modules()
+            ]
+        except TypeError:
+            return None
+
+
+_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_CONSTANT = (
+    *(int, float, str, bytes, type(None), torch.dtype, torch.device),
+    *(type, FunctionType, BuiltinFunctionType),  # which no copy of a model has of its own
+)
+
+
+def _value_of(name: str, value: Any) -> Any:
+    """Return what an attribute of a module is equal to while it is unchanged.
+
+    Raises:
+        TypeError: it might be changed without being replaced.
+    """
+    if name in _OF_MODULES:
+        return None  # the mode, and hooks
+    if name in ("_parameters", "_buffers", "_modules"):
+        return [(key, id(x), getattr(x, "_version", 0)) for key, x in value.items()]
+    if isinstance(value, _CONSTANT):
+        return value
+    if isinstance(value, tuple) or type(value) is list:
+        return [_value_of("", each) for each in value]
+    raise TypeError(name)
 
 
 class _LayerReached(BaseException):
@@ -172,6 +244,17 @@ class _LayerReached(BaseException):
 
 def _leave_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
     raise _LayerReached(output)
+
+
+def _seed(devices: Iterable[torch.device], seed: int) -> None:
+    """Seed the generators of these devices; `torch.manual_seed` would seed those of all others."""
+    for device in devices:
+        if device.type == "cpu":
+            torch.default_generator.manual_seed(seed)
+            continue
+        module: Any = torch.get_device_module(device)
+        with module.device(device) if hasattr(module, "device") else nullcontext():
+            module.manual_seed(seed)
 
 
 def _drop_hooks(model: torch.nn.Module) -> None:

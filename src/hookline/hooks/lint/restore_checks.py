@@ -51,7 +51,7 @@ class StateNotRestored(Check):
             if same and any(state[k] is part[k] for k in same if isinstance(part[k], Tensor)):
                 self._loaded.add(key)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_step_after_loading(self, optimizer: Any) -> None:
         if self._is_done or not self._parts:
             return
         self._is_done = True
@@ -115,7 +115,7 @@ class OptimizerStateLostAfterLoading(Check):
         if isinstance(target, torch.optim.Optimizer) and isinstance(state, Mapping):
             self._loaded[id(target)] = (target, state)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_step_after_loading(self, optimizer: Any) -> None:
         if not self._loaded:
             return
         loaded, self._loaded = self._loaded, {}
@@ -168,7 +168,7 @@ class ScheduleRestarted(Check):
             if all(isinstance(group.get("lr"), float) for group in groups):
                 self._rates[id(target)] = [group["lr"] for group in groups]
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_step_after_loading(self, optimizer: Any) -> None:
         rates = self._rates.pop(id(optimizer), None)
         if rates is None or id(optimizer) in self._loaded_schedulers:
             return
@@ -211,7 +211,7 @@ class LearningRateOfOldRun(Check):
             if len(rates) == 1 and isinstance(rate, float) and not has_schedule:
                 self._loaded[id(target)] = rate
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_step_after_loading(self, optimizer: Any) -> None:
         rate: Any = self._loaded.pop(id(optimizer), 0)
         asked: Any = getattr(optimizer, "defaults", {}).get("lr")
         groups = optimizer.param_groups
@@ -303,7 +303,7 @@ class WeightsReplacedAfterLoading(Check):
                 row = (parameter, self.sample(value).to(parameter.device), own[id(parameter)].name)
                 self._loaded.append(row)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_step_after_loading(self, optimizer: Any) -> None:
         loaded, self._loaded = {id(row[0]): row for row in self._loaded}, []
         if len(loaded) > 1 and self.view.steps_seen == 1:
             same = [

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.optim import lr_scheduler
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
@@ -39,12 +40,13 @@ _BEFORE_TRAINING = (
     "on_ties_emptied",
     "on_weights_loaded",
 )
+_KEPT = frozenset({*_BEFORE_TRAINING, "on_batch_loaded", "on_loader_start"})
 _MAX_KEPT = 16  # of what happens before training
 _MAX_FILE = 2 << 30  # bytes of tensors in a file
 _task_id = torch._C._current_graph_task_id
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # frozen ones take twice as long to make
 class LossCall:
     """A call of a loss function of `torch.nn.functional`, by the names of its arguments."""
 
@@ -57,7 +59,7 @@ class LossCall:
     """Whether gradients were enabled: otherwise this is an evaluation."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class LoadedBatch:
     """A batch that a `DataLoader` has delivered; `indices` are None if they are not known."""
 
@@ -68,7 +70,7 @@ class LoadedBatch:
     indices: Any
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class WeightsLoaded:
     """A call of `load_state_dict` of a module; `result` names missing and unexpected keys.
 
@@ -81,7 +83,7 @@ class WeightsLoaded:
     is_assigned: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ModuleCall:
     """A call of a module of the model that has returned."""
 
@@ -97,17 +99,24 @@ class TorchWatch:
     """Sees what happens in torch while it is attached; before `start`, keeps what was seen.
 
     Loops iterate over a loader, make optimizers and load states before training begins.
+
+    Attributes:
+        notice: called with a point of `POINTS` and what belongs to it.
+        wanted: the points that it is called for in the step in progress.
+        sees_losses: whether loss functions are replaced.
+        is_paused: whether it is not called, while active checks call the model.
     """
 
     def __init__(self) -> None:
         self.notice: Callable[..., None] = self._keep
+        self.wanted: Container[str] = _KEPT
         self.sees_losses = False
         self._loaders: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
         self._states: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
         self._handles: list[RemovableHandle] = []
         self._hooked: list[nn.Module] = []
         self._model_handles: list[tuple[nn.Module, RemovableHandle]] = []
-        self.is_paused = False  # while active checks call the model
+        self.is_paused = self._has_batch = False
 
     def attach(self) -> None:
         """Replace the functions that are called before training; keep what they are called for."""
@@ -128,6 +137,7 @@ class TorchWatch:
         own, recorded = self._take(), recorder._take()
         self.notice = notice
         for point, args in recorded if recorder.is_attached else own:
+            self._has_batch |= point == "on_batch_loaded"
             notice(point, *args)
 
     @property
@@ -159,7 +169,7 @@ class TorchWatch:
             handle.remove()
             unhide_hooks(model)
         self._take()
-        self.notice = self._keep
+        self.notice, self.wanted = self._keep, _KEPT
 
     def __deepcopy__(self, memo: Any) -> TorchWatch:
         return TorchWatch()
@@ -167,12 +177,16 @@ class TorchWatch:
     def __reduce__(self) -> Any:
         return TorchWatch, ()
 
-    def hook_modules(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
-        """See the calls of all modules of a model until `leave_modules`."""
+    def hook_modules(self, models: Iterable[nn.Module], names: dict[nn.Module, str]) -> None:
+        """See the calls of whole models, and of layers with parameters, until `leave_modules`."""
         if self._handles:
             return
+        models = set(models)
         callback: Any = ModelCallback(functools.partial(self._after_call, names))
-        for module in model.modules():
+        for module in names:
+            has_weights = any(True for _ in module.parameters(recurse=False))
+            if not (has_weights or isinstance(module, nn.Linear | _ConvNd) or module in models):
+                continue
             hide_hooks(module)
             self._hooked.append(module)
             self._handles.append(module.register_forward_hook(callback, with_kwargs=True))
@@ -186,7 +200,7 @@ class TorchWatch:
             self._model_handles.append((model, handle))
 
     def _after_model_call(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if _task_id() == -1:
+        if "on_model_call" in self.wanted and _task_id() == -1:
             call = ModuleCall("", module, args, kwargs, output, torch.is_grad_enabled())
             self._tell("on_model_call", call)
 
@@ -202,8 +216,22 @@ class TorchWatch:
             call = ModuleCall(names[module], module, args, kwargs, output, has_gradients)
             self._tell("on_module_call", call)
 
+    def see_batch(self, loaded: LoadedBatch) -> None:
+        """Tell that a batch was loaded."""
+        self._has_batch = True
+        self._tell("on_batch_loaded", loaded)
+
+    def before_backward(self, loss: Tensor | None) -> None:
+        """Tell that backward begins."""
+        if self._has_batch:
+            self._has_batch = False
+            self._tell("on_batch_trained")
+        self._tell("on_before_backward", loss)
+
     def before_clip(self, call: ClipCall) -> None:
-        """Gradients are about to be clipped."""
+        """Tell that gradients are about to be clipped."""
+        if call.function != "get_total_norm":
+            self._tell("on_before_clip", call)
 
     def after_clip(self, call: ClipCall) -> None:
         """Tell that gradients were clipped; a norm alone clips nothing."""
@@ -211,13 +239,13 @@ class TorchWatch:
             self._tell("on_clip_call", call)
 
     def _tell(self, point: str, *args: Any) -> None:
-        if not self.is_paused:
+        if point in self.wanted and not self.is_paused:
             self.notice(point, *args)
 
 
 def _tell(point: str, *args: Any) -> None:
     for watch in torch_patch:
-        if not watch.is_paused:
+        if point in watch.wanted and not watch.is_paused:
             watch.notice(point, *args)
 
 
@@ -246,7 +274,8 @@ def _replace_engine(engine: Callable[..., Any]) -> Callable[..., Any]:
         if not kwargs.get("accumulate_grad") or _task_id() != -1:
             return engine(outputs, *args, **kwargs)
         loss = outputs[0] if len(outputs) == 1 and isinstance(outputs[0], Tensor) else None
-        _tell("on_before_backward", loss)
+        for watch in torch_patch:
+            watch.before_backward(loss)
         result = engine(outputs, *args, **kwargs)
         _tell("on_after_backward")
         return result
@@ -310,7 +339,8 @@ def _batch_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
     drawn = vars(iterator).get("_hookline_drawn", {})
     loader = getattr(iterator, "_hookline_loader", None)
     loaded = LoadedBatch(loader, iterator, result, index, drawn.pop(index, None))
-    _tell("on_batch_loaded", loaded)
+    for watch in torch_patch:
+        watch.see_batch(loaded)
 
 
 def _scheduler_stepped(name: str, result: Any, args: Any, kwargs: Any) -> None:

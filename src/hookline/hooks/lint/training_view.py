@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hookline.hooks.lint.rank_exchange import RankExchange
@@ -53,6 +52,7 @@ class TrainingView:
     Attributes:
         trainer: what hooks get as `trainer`.
         model: the model, or a `ModelGroup` of several.
+        models: the models of a group, or the one model.
         optimizers: the optimizers of the loop.
         step: the number of the step in progress, from 1; in `on_step_end` of the one that is done.
         steps_seen: how many steps this process has seen, with the one in progress.
@@ -65,6 +65,7 @@ class TrainingView:
 
     def __init__(self, trainer: Any, model: nn.Module, optimizers: Sequence[Any]) -> None:
         self.trainer, self.model, self.optimizers = trainer, model, list(optimizers)
+        self.models, self._loop = models_in(model), loop_of(trainer)
         self._exchange = RankExchange()
         self.rank, self.ranks = self._exchange.rank, self._exchange.ranks
         self.step, self.steps_seen, self.is_due = 1, 1, True
@@ -97,18 +98,17 @@ class TrainingView:
     @property
     def is_evaluating(self) -> bool:
         """Whether the loop says that it validates, or the model generates."""
-        loop = loop_of(self.trainer)
+        loop = self._loop
         return loop is not None and (loop.context.evaluating or loop.context.generating)
+
+    @property
+    def has_updates(self) -> bool:
+        """Whether update hooks change gradients."""
+        return self._loop is not None and self._loop.hooks.dispatchers.update is not None
 
     def known(self, name: str) -> Any:
         """Return an argument of events, such as `batch`; None if this loop does not provide it."""
-        loop = loop_of(self.trainer)
-        return None if loop is None else loop.context.known(name)
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models of a group, or the one model."""
-        return models_in(self.model)
+        return None if self._loop is None else self._loop.context.known(name)
 
     @property
     def is_compiled(self) -> bool:
@@ -162,7 +162,6 @@ class TrainingView:
 
     # -- tensors -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def sample(self, tensor: Tensor) -> Tensor:
         """Return a copy of some elements of a tensor, always the same ones, on its device.
 
@@ -171,9 +170,8 @@ class TrainingView:
         values = stored_values(tensor)
         if values.untyped_storage().size() == 0:  # FSDP2 has freed it
             return values.new_empty(0)
-        flat = values.reshape(-1)
-        stride = max(1, flat.numel() // _SAMPLE)
-        return flat[::stride][:_SAMPLE].clone()
+        stride = max(1, values.numel() // _SAMPLE)
+        return values.reshape(-1)[: _SAMPLE * stride : stride].clone()
 
     def read(self, tensors: Sequence[Tensor], judge: Judge, *args: Any) -> None:
         """Read tensors at the end of the step; then call `judge(numbers, *args)`.
@@ -201,7 +199,8 @@ class TrainingView:
         if self.ranks > 1 and self.is_due:
             exchanges, self._exchanges = self._exchanges, {}
             self._exchange.publish(self.steps_seen, self.step, exchanges)
-        self._judge_ranks(guard)
+        if self.ranks > 1:
+            self._judge_ranks(guard)
 
     def _judge_ranks(self, guard: Callable[[Judge, tuple[Any, ...]], None]) -> None:
         now = self.step

@@ -53,6 +53,7 @@ class _UntrainedCheck(Check):
             if parameter.grad is not None:
                 self._gradients[key] = self.sample(parameter.grad).abs().sum()
 
+    @in_due_steps
     def on_step_end(self) -> None:
         gradients, self._gradients = self._gradients, {}
         if not self._first:
@@ -100,6 +101,7 @@ class ParameterNotInOptimizer(_UntrainedCheck):
 
     _has_frozen = False
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         is_early = self.view.steps_seen <= _IN_A_ROW
         if not is_early or not isinstance(loss, Tensor) or loss.grad_fn is None:
@@ -122,6 +124,7 @@ class ParameterNotInOptimizer(_UntrainedCheck):
                 if name is not None:
                     self.follow(name, graph.leaves[key])
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         # `optimizer-has-foreign-parameters` finds those with the same shape.
         if self._first:
@@ -186,6 +189,8 @@ class OptimizerHasForeignParameters(_UntrainedCheck):
 
     @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.view.steps_seen > FIRST_STEPS:
+            return
         shapes = {each.shape for each in _gradientless_strangers(self.view, optimizer)}
         if not shapes:
             return
@@ -224,6 +229,7 @@ class ParameterInTwoOptimizers(Check):
         self._twice: dict[str, tuple[Any, Any]] = {}
         self._steps = self._backwards = 0
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         """Count: gradients are others afterwards."""
         self._backwards += 1
@@ -240,6 +246,7 @@ class ParameterInTwoOptimizers(Check):
                 self._twice[self.view.name_of(parameter) or "a parameter"] = used[0], optimizer
             self._used[id(parameter)] = optimizer, self._backwards
 
+    @in_due_steps
     def on_step_end(self) -> None:
         twice, self._twice, self._used = self._twice, {}, {}
         self._steps = self._steps + 1 if twice else 0
@@ -480,6 +487,7 @@ class ParameterWithoutGradient(Check):
             input_sizes = {tensor.numel() for tensor in inputs}
             self._calls.append(_Call(call.module, has_graph, gets, input_sizes, sizes))
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.view.steps_seen > FIRST_STEPS:
             return
@@ -785,6 +793,7 @@ class LearningRateBesideGroups(Check):
     def setup(self) -> None:
         self._first: dict[int, tuple[Any, list[Any]]] = {}
 
+    @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         default = getattr(optimizer, "defaults", {}).get("lr")
         now = (default, [group.get("lr") for group in optimizer.param_groups])
@@ -818,11 +827,11 @@ class UpdateUsesOldValues(Check):
         self._old: dict[int, list[tuple[float, float]]] = {}  # by parameter: rates and steps
 
     def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
-        for each in samples:
+        for each in () if type(optimizer) in EXACT else samples:
             rate, state = each.group.get("lr"), getattr(optimizer, "state", {})
             entry = state.get(each.parameter, {})
             direction = self._direction(each, entry)
-            if direction is None or not isinstance(rate, float) or type(optimizer) in EXACT:
+            if direction is None or not isinstance(rate, float):
                 continue
             step = float(entry.get("step", 0)) if not isinstance(entry.get("step"), Tensor) else 0.0
             old = self._old.setdefault(id(each.parameter), [])
@@ -880,6 +889,7 @@ class ParameterMadeInForward(Check):
         self._shapes: dict[int, list[Any]] = {}  # by step: of parameters that the model lacks
         self._kept: list[Any] = []  # so that no address is used twice
 
+    @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         step = self.view.steps_seen
         if step > _IN_A_ROW or not isinstance(loss, Tensor) or loss.grad_fn is None:
@@ -899,6 +909,7 @@ class ParameterMadeInForward(Check):
                 "has.",
             )
 
+    @in_due_steps
     def on_step_end(self) -> None:
         if self.view.steps_seen >= _IN_A_ROW:
             self._kept = []
