@@ -63,7 +63,7 @@ from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
-from hookline.loop.control_requests import SaveRequest
+from hookline.loop.control_requests import SaveRequest, includes_full_save
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of, parameters_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
@@ -608,14 +608,9 @@ class Session:
 
     def _request_last_save(self) -> None:
         """Request a checkpoint in the run's folder, unless a hook has."""
-        folder = None if self.run is None else self.run.checkpoints
-        requested = self.loop.requests.checkpoints
-        if not any(
-            one.path is None or Path(one.path).parent == folder
-            for one in requested
-            if not one.weights_only
-        ):
-            self.loop.requests.checkpoint(SaveRequest())
+        folder, requests = None if self.run is None else self.run.checkpoints, self.loop.requests
+        if not includes_full_save(requests.checkpoints, folder):
+            requests.checkpoint(SaveRequest())
 
     def _saved_for_signal(self, path: Path | None) -> None:
         """Say how to continue, and leave the loop, if it has not ended by itself."""
