@@ -168,7 +168,8 @@ class DataWatch:
             self._count_tokens(module, args, kwargs)
 
     def _begin_batch(self, found: _Delivery | None) -> None:
-        self._session.begin()
+        if not self._session.started:
+            self._session.begin()
         self._phases.end_batch()
         if found is None:
             self._give_up()

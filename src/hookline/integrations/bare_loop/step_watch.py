@@ -321,7 +321,8 @@ class StepWatch:
         """Fire `on_before_forward`; the first call of the model starts training."""
         if not self.context.generating:
             self._thread = get_ident()
-            self._session.begin()
+            if not self._has_started:
+                self._session.begin()
             self.loop.before_forward()
 
     def after_forward(self, outputs: Any) -> None:
