@@ -367,8 +367,7 @@ class LibrarySession(Session):
         self._watch.losses.divisor = divisor
         if idx is not None:
             self._batch_idx = idx
-        if self._saves is not None:
-            self._saves.save_requested()
+        self.reach_boundary()
         self._phases.begin_batch(Batch(batch, self._batch_idx, 0, "train"))
         self._batch_idx += 1
 

@@ -74,7 +74,7 @@ from hookline.loop.random_state import describe_random_state, restore_random_sta
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import TerminationWatch
-from hookline.loop.state import SavedAttributes, StateItem
+from hookline.loop.state import StateItem
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session_saves import SessionSaves
@@ -222,7 +222,6 @@ class Session:
             manager,
             Record(options.runs, options.trackers),
             options.checkpoints,
-            attributes=SavedAttributes(self),
             no_folder=LoopError(
                 "There is no run folder to save into. Give a path: `save_checkpoint('…')`, or a "
                 "folder for runs: `attach(…, runs='runs')`."
@@ -290,11 +289,7 @@ class Session:
         state.schedulers, state.scaler = self.schedulers, self.scaler
         state.late.expects_optimizers, state.late.expects_scaler = not is_given, True
         if self._finds_batches:
-            counts = not self._requirements.counts_batches and self._phases.counts_tokens
-            requirements = self._requirements
-            self._data = DataWatch(
-                self, self._phases, requirements, self.model, counts_tokens=counts
-            )
+            self._data = DataWatch(self, self._phases, self._requirements)
         watch = self._watch = self._phases.watch = StepWatch(
             self,
             self._requirements,
