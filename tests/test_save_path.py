@@ -50,8 +50,6 @@ CALLED_BACK = {
     ("dispatch/manager.py", "hooks/checkpointing/model_checkpoint.py"),
     # `Checkpoints.with_folders` gives its own last lines to rank 0.
     ("loop/processes.py", "loop/checkpoints.py"),
-    # Gradients that wait for their optimizer are copied by a function for both loops.
-    ("integrations/bare_loop/step_watch.py", "loop/state.py"),
 }
 WALKS = {
     "trainer": {"trainer/trainer.py", "trainer/position.py", "trainer/loader_passes.py"},

@@ -74,7 +74,12 @@ from hookline.loop.random_state import describe_random_state, restore_random_sta
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import TerminationWatch
-from hookline.loop.state import StateItem
+from hookline.loop.state import (
+    StateItem,
+    compare_gradients,
+    load_gradients,
+    save_gradients,
+)
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session_saves import SessionSaves
@@ -330,11 +335,28 @@ class Session:
     def state_items(self) -> list[StateItem]:
         """Return the items of a checkpoint's state that our own trainer does not have, or else."""
         record, records, saves = self.loop.record, self.loop.ranks.records, self._saves
-        rule = self._watch.rule
+        watch, rule = self._watch, self._watch.rule
 
         def load_random(state: Any) -> None:
             if state:
                 restore_random_state(state, device_of(self.model))
+
+        # Gradients that wait for optimizers which step less often than another one.
+        def save_waiting() -> list[list[Any] | None]:
+            waits = [rule.ends_with not in (None, i) for i in range(len(self.optimizers))]
+            return save_gradients(self.optimizers, waits)
+
+        def load_waiting(saved: list[list[Any] | None]) -> None:
+            if not watch.awaits_optimizer:
+                load_gradients(self.optimizers, saved)
+            elif any(saved):
+                log.warning(
+                    "The checkpoint has gradients that wait for an optimizer which is not known "
+                    "yet, so they are not restored. Give it: attach(model, optimizers, …)."
+                )
+
+        def compare_waiting(saved: list[list[Any] | None]) -> list[str]:
+            return [] if watch.awaits_optimizer else compare_gradients(self.optimizers, saved)
 
         save_random = dict if saves is None else saves.random
         load_unreported = partial(setattr, self, "_unreported")
@@ -346,12 +368,7 @@ class Session:
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
             StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
             # Last, because undoing a load that has failed leaves gradients as they are.
-            StateItem(
-                "pending_gradients",
-                self._watch.save_waiting_gradients,
-                self._watch.load_waiting_gradients,
-                compare=self._watch.compare_waiting_gradients,
-            ),
+            StateItem("pending_gradients", save_waiting, load_waiting, compare=compare_waiting),
         ]
 
     def refuse(self, error: HooklineError) -> None:
