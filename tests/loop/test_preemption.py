@@ -152,6 +152,20 @@ def test_ctrl_c_saves_and_raises(tmp_path):
     assert run.checkpoints()[-1].step == 3
 
 
+def test_a_signal_saves_no_second_time_what_a_hook_saves_in_the_same_step(tmp_path):
+    class SaveAndSignal(hookline.Hook):
+        def on_step_end(self, step: int, trainer: Any) -> None:
+            if step == 2:
+                trainer.save_checkpoint()
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer = make_trainer(SaveAndSignal(), runs=tmp_path)
+    trainer.fit(DATA)
+    assert trainer.status == "preempted"
+    saved = hookline.open_run(trainer.run.path).checkpoints()
+    assert [one.path.name for one in saved] == ["step_000002"]
+
+
 def test_a_second_signal_acts_at_once(tmp_path):
     class Twice(hookline.Hook):
         def on_before_forward(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import Signals
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -119,14 +119,9 @@ class LibrarySession(Session):
     def __enter__(self) -> Self:
         return self  # the trainer starts training
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end_after(self, error: BaseException | None) -> None:
         if self.is_connected:
-            super().__exit__(kind, error, traceback)
+            super()._end_after(error)
         elif not self.has_ended:  # it has not trained, and may do so later without these hooks
             self.abandon(error)
 
@@ -372,8 +367,7 @@ class LibrarySession(Session):
         self._watch.losses.divisor = divisor
         if idx is not None:
             self._batch_idx = idx
-        if self._saves is not None:
-            self._saves.save_requested()
+        self.reach_boundary()
         self._phases.begin_batch(Batch(batch, self._batch_idx, 0, "train"))
         self._batch_idx += 1
 

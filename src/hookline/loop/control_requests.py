@@ -37,6 +37,12 @@ def split_requests(requests: Sequence[SaveRequest]) -> list[list[SaveRequest]]:
     return [kind for kind in kinds if kind]
 
 
+def includes_full_save(requests: Sequence[SaveRequest], run_folder: Path | None) -> bool:
+    """Return whether one of the requests saves everything, into a run's folder of checkpoints."""
+    full = (one.path for one in requests if not one.weights_only)
+    return any(path is None or Path(path).parent == run_folder for path in full)
+
+
 class ControlRequests:
     """Requests to stop, to save checkpoints and to skip optimizer steps.
 

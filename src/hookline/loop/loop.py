@@ -66,12 +66,12 @@ class Loop:
         hooks: who listens.
         record: what it leaves on disk.
         settings: how checkpoints are written.
-        attributes: attributes of the trainer or session that checkpoints keep.
         no_folder: the error for a checkpoint without a folder.
         processes: the processes that train together.
         is_sharded: whether each of them has a shard of each parameter.
 
     Attributes:
+        attributes: attributes of the trainer or session that checkpoints keep.
         probes: attaches probes to the model as they are toggled; None if there are none.
         requests: what hooks and users ask of the loop.
         ranks: one process, or several.
@@ -89,17 +89,16 @@ class Loop:
         record: Record,
         settings: CheckpointConfig,
         *,
-        attributes: SavedAttributes,
         no_folder: HooklineError,
         processes: SingleProcessGroup | None = None,
         is_sharded: bool = False,
     ) -> None:
         self.context, self.hooks, self.record = context, hooks, record
-        self.attributes = attributes
+        self.attributes = SavedAttributes(context.trainer)
         self.requests = ControlRequests(settings.grace_seconds)
         self.probes: ProbeSync | None = None
         self.ranks = RankSync(processes or SingleProcessGroup(), hooks, context)
-        self.state = LoopState(context, hooks, record, attributes)
+        self.state = LoopState(context, hooks, record, self.attributes)
         self.phase = Phase.IDLE
         self.is_sharded = is_sharded
         self.is_forked = False

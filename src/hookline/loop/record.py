@@ -192,10 +192,10 @@ class Record:
         elif step and self.sink is not None and not any("train/loss" in name for name in values):
             self._warn_of_loss()  # not before the first step: all were skipped
         self._warned_of_loss |= loss is not None  # a step without a loss is the exception then
-        if records is None:
-            self.metrics(step, epoch, values)
-        else:
-            for name, value in values.items():
+        for name, value in values.items():
+            if records is None:
+                self.value(step, epoch, name, value, "scalar")
+            else:
                 records.add(step, epoch, name, value)
         if values:
             self._step_means = Means()

@@ -470,6 +470,12 @@ def adapt_means(saved: Sequence[Any], processes: SingleProcessGroup) -> Any:
     return add_means(saved) if processes.is_main else {}
 
 
+def adapt_tokens(saved: Sequence[int | None], processes: SingleProcessGroup) -> int | None:
+    """Return the tokens of this rank, so that all ranks together have as many as before."""
+    known = [tokens for tokens in saved if tokens is not None]
+    return sum(known) // processes.size if len(known) == len(saved) else None
+
+
 class SavedAttributes:
     """Attributes that hooks have set on the trainer or session, and that checkpoints keep.
 
@@ -534,7 +540,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, Any]) -> None:
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state with whole tensors into an optimizer, whose parameters may be sharded."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     if any(map(is_sharded, parameters)):
         states = {
             index: {name: _shard(value, parameters[index]) for name, value in values.items()}

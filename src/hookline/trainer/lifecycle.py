@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.dispatch import Summary
-from hookline.loop.control_requests import SaveRequest, split_requests
+from hookline.loop.control_requests import SaveRequest, includes_full_save, split_requests
 from hookline.runs.identity import Identity, describe_training, list_parameters
 from hookline.runs.location import find_run_of_checkpoint, shorten_path
 
@@ -145,11 +145,7 @@ def save_for_signal(
             "is None).",
             received.name,
         )
-    elif not any(
-        Path(path).parent == trainer.run.checkpoints
-        for path, weights_only in requested
-        if path is not None and not weights_only
-    ):
+    elif not includes_full_save(requested, trainer.run.checkpoints):
         requested.append(SaveRequest())
     requested = processes.broadcast(requested)  # rank 0 knows the run's folder
     for kind in reversed(split_requests(requested)):  # there may be time for only one

@@ -33,7 +33,13 @@ from hookline.loop.random_state import (
     restore_random_state,
     set_generator_state,
 )
-from hookline.loop.state import StateItem, compare_gradients, load_gradients, save_gradients
+from hookline.loop.state import (
+    StateItem,
+    adapt_tokens,
+    compare_gradients,
+    load_gradients,
+    save_gradients,
+)
 from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,
@@ -478,7 +484,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
 
     return [
-        StateItem("tokens_seen", lambda: tokens.count, tokens.restart, _adapt_tokens),
+        StateItem("tokens_seen", lambda: tokens.count, tokens.restart, adapt_tokens),
         flag("round"),
         StateItem(
             "pending_gradients",
@@ -495,10 +501,6 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         StateItem("position", save_position, load_position, adapt, compare_position, True),
         StateItem("epoch", lambda: loop.context.epoch, load_epoch),
     ]
-
-
-def _adapt_tokens(saved: Sequence[int], processes: SingleProcessGroup) -> int:
-    return sum(saved) // processes.size
 
 
 def _save_gradients(trainer: Trainer) -> list[list[Any] | None]:

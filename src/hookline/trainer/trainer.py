@@ -68,7 +68,6 @@ from hookline.loop.random_state import (
 )
 from hookline.loop.record import Record
 from hookline.loop.signals import SignalWatch
-from hookline.loop.state import SavedAttributes
 from hookline.runs.location import shorten_path
 from hookline.runs.run import Kind, RemoteRun
 from hookline.trackers.group import make_tracker_set
@@ -238,7 +237,6 @@ class Trainer:
             self.hooks,
             Record(None),
             self.config.checkpoints,
-            attributes=SavedAttributes(self),
             no_folder=TrainingError(
                 "There is no run folder to save into. Give a path: save_checkpoint('…'), or set "
                 "`runs` in the configuration."
@@ -932,7 +930,7 @@ class Trainer:
         """Step with every optimizer that is due."""
         loop, fire, plan, strategy = self.loop, self._dispatchers, self._plan, self.strategy
         context, requests, schedulers = loop.context, loop.requests, plan.schedulers
-        multi_rank = strategy.is_distributed
+        multi_rank = loop.ranks.is_distributed
         if multi_rank and plan.has_optimizer_schedule:  # gradients are those of all ranks
             (self._drops_gradients,) = strategy.processes.any(self._drops_gradients)
         if schedulers:
@@ -1020,9 +1018,8 @@ class Trainer:
         if fire.on_step_end is not None:
             context.loss = LazyFloat(loss)
             fire.on_step_end(context)
-        sink, is_distributed = record.sink, self.strategy.is_distributed
-        own_log = None if sink is None else sink.log
-        log_value = loop.ranks.records.add if is_distributed else own_log
+        own_log = None if record.sink is None else record.sink.log
+        log_value = loop.ranks.records.add if loop.ranks.is_distributed else own_log
         if log_value is not None:
             log_value(context.step, context.epoch, "train/loss", loss)
             for name, value in mean_metrics(self._metrics).items():

@@ -58,11 +58,9 @@ class DataWatch:
     """Finds the batch of each training forward, and counts its tokens.
 
     Args:
-        session: starts training with the first batch.
+        session: starts training with the first batch; its model, or several, is what is called.
         phases: begins and ends batches.
         requirements: are told that there are batches.
-        model: the model that the loop calls, or several.
-        counts_tokens: whether tokens are counted.
 
     Attributes:
         is_idle: whether the loop loads batches through the session, or they cannot be told.
@@ -73,13 +71,10 @@ class DataWatch:
         session: Session,
         phases: LoopPhases,
         requirements: Requirements,
-        model: torch.nn.Module,
-        *,
-        counts_tokens: bool,
     ) -> None:
-        self._session, self._phases, self._model = session, phases, model
-        self._requirements = requirements
-        self._counts_tokens = counts_tokens
+        self._session, self._phases, self._requirements = session, phases, requirements
+        self._model = session.model
+        self._counts_tokens = phases.counts_tokens and not requirements.counts_batches
         self.is_idle = self._sees_calls = self._counts_inputs = False
         self._handles: list[RemovableHandle] = []
         self._hooked: list[torch.nn.Module] = []
@@ -168,7 +163,8 @@ class DataWatch:
             self._count_tokens(module, args, kwargs)
 
     def _begin_batch(self, found: _Delivery | None) -> None:
-        self._session.begin()
+        if not self._session.started:
+            self._session.begin()
         self._phases.end_batch()
         if found is None:
             self._give_up()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,7 @@ from hookline.context import Metrics
 from hookline.integrations.bare_loop.loop_checks import CALLS, Requirements
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.loop.means import Means
-from hookline.loop.processes import SingleProcessGroup
-from hookline.loop.state import StateItem, adapt_means
+from hookline.loop.state import StateItem, adapt_means, adapt_tokens
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session import Session
@@ -95,7 +94,7 @@ class LoopPhases:
         return [
             StateItem("means", save_means, load_means, adapt_means),
             StateItem(
-                "tokens_seen", lambda: context.known("tokens_seen"), load_tokens, _adapt_tokens
+                "tokens_seen", lambda: context.known("tokens_seen"), load_tokens, adapt_tokens
             ),
             StateItem("epoch", save_epoch, load_epoch),
         ]
@@ -198,9 +197,3 @@ class LoopPhases:
             self.watch.times.end_span("validation", self._validation_began)
         self.validation = None
         self._loop.context.evaluating = False
-
-
-def _adapt_tokens(saved: Sequence[int | None], processes: SingleProcessGroup) -> int | None:
-    """Return the tokens of this rank, so that all ranks together have as many as before."""
-    known = [tokens for tokens in saved if tokens is not None]
-    return sum(known) // processes.size if len(known) == len(saved) else None

@@ -203,8 +203,8 @@ def _for_outer_steps(optimizer: Any, hook: StepCallback) -> StepCallback:
     An optimizer's `step` may call that of its base class. PyTorch calls its hooks for both, as soon
     as an optimizer of the base class was made in the same process. For a loop, this is one step.
     """
-    bases = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
-    if sum("step" in vars(base) for base in bases) < 2:
+    classes = (each for each in type(optimizer).__mro__ if each is not torch.optim.Optimizer)
+    if len({_unhooked(vars(each)["step"]) for each in classes if "step" in vars(each)}) < 2:
         return hook
 
     def call(optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -212,6 +212,15 @@ def _for_outer_steps(optimizer: Any, hook: StepCallback) -> StepCallback:
 
     keep_out_of_graphs(call)
     return call
+
+
+def _unhooked(step: Any) -> Any:
+    """Return a class's `step` as it was before PyTorch let it call hooks.
+
+    That is done to the class of an optimizer that is made, also if it inherits its `step`, as AdamW
+    does from Adam.
+    """
+    return step.__wrapped__ if getattr(step, "__code__", None) is _STEP else step
 
 
 def _is_nested(optimizer: Any) -> bool:

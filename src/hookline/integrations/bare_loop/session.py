@@ -63,7 +63,7 @@ from hookline.integrations.bare_loop.optimizer_watch import AwaitedOptimizer
 from hookline.integrations.bare_loop.step_watch import StepWatch
 from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
-from hookline.loop.control_requests import SaveRequest
+from hookline.loop.control_requests import SaveRequest, includes_full_save
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
 from hookline.loop.event_context import EventContext, device_of, parameters_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
@@ -74,7 +74,12 @@ from hookline.loop.random_state import describe_random_state, restore_random_sta
 from hookline.loop.rank_sync import RankSync, is_sharded_loop, join_ranks, trains_together
 from hookline.loop.record import Record
 from hookline.loop.signals import TerminationWatch
-from hookline.loop.state import SavedAttributes, StateItem
+from hookline.loop.state import (
+    StateItem,
+    compare_gradients,
+    load_gradients,
+    save_gradients,
+)
 
 if TYPE_CHECKING:
     from hookline.integrations.bare_loop.session_saves import SessionSaves
@@ -222,7 +227,6 @@ class Session:
             manager,
             Record(options.runs, options.trackers),
             options.checkpoints,
-            attributes=SavedAttributes(self),
             no_folder=LoopError(
                 "There is no run folder to save into. Give a path: `save_checkpoint('…')`, or a "
                 "folder for runs: `attach(…, runs='runs')`."
@@ -290,11 +294,7 @@ class Session:
         state.schedulers, state.scaler = self.schedulers, self.scaler
         state.late.expects_optimizers, state.late.expects_scaler = not is_given, True
         if self._finds_batches:
-            counts = not self._requirements.counts_batches and self._phases.counts_tokens
-            requirements = self._requirements
-            self._data = DataWatch(
-                self, self._phases, requirements, self.model, counts_tokens=counts
-            )
+            self._data = DataWatch(self, self._phases, self._requirements)
         watch = self._watch = self._phases.watch = StepWatch(
             self,
             self._requirements,
@@ -335,11 +335,28 @@ class Session:
     def state_items(self) -> list[StateItem]:
         """Return the items of a checkpoint's state that our own trainer does not have, or else."""
         record, records, saves = self.loop.record, self.loop.ranks.records, self._saves
-        rule = self._watch.rule
+        watch, rule = self._watch, self._watch.rule
 
         def load_random(state: Any) -> None:
             if state:
                 restore_random_state(state, device_of(self.model))
+
+        # Gradients that wait for optimizers which step less often than another one.
+        def save_waiting() -> list[list[Any] | None]:
+            waits = [rule.ends_with not in (None, i) for i in range(len(self.optimizers))]
+            return save_gradients(self.optimizers, waits)
+
+        def load_waiting(saved: list[list[Any] | None]) -> None:
+            if not watch.awaits_optimizer:
+                load_gradients(self.optimizers, saved)
+            elif any(saved):
+                log.warning(
+                    "The checkpoint has gradients that wait for an optimizer which is not known "
+                    "yet, so they are not restored. Give it: attach(model, optimizers, …)."
+                )
+
+        def compare_waiting(saved: list[list[Any] | None]) -> list[str]:
+            return [] if watch.awaits_optimizer else compare_gradients(self.optimizers, saved)
 
         save_random = dict if saves is None else saves.random
         load_unreported = partial(setattr, self, "_unreported")
@@ -351,12 +368,7 @@ class Session:
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
             StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
             # Last, because undoing a load that has failed leaves gradients as they are.
-            StateItem(
-                "pending_gradients",
-                self._watch.save_waiting_gradients,
-                self._watch.load_waiting_gradients,
-                compare=self._watch.compare_waiting_gradients,
-            ),
+            StateItem("pending_gradients", save_waiting, load_waiting, compare=compare_waiting),
         ]
 
     def refuse(self, error: HooklineError) -> None:
@@ -608,14 +620,9 @@ class Session:
 
     def _request_last_save(self) -> None:
         """Request a checkpoint in the run's folder, unless a hook has."""
-        folder = None if self.run is None else self.run.checkpoints
-        requested = self.loop.requests.checkpoints
-        if not any(
-            one.path is None or Path(one.path).parent == folder
-            for one in requested
-            if not one.weights_only
-        ):
-            self.loop.requests.checkpoint(SaveRequest())
+        folder, requests = None if self.run is None else self.run.checkpoints, self.loop.requests
+        if not includes_full_save(requests.checkpoints, folder):
+            requests.checkpoint(SaveRequest())
 
     def _saved_for_signal(self, path: Path | None) -> None:
         """Say how to continue, and leave the loop, if it has not ended by itself."""

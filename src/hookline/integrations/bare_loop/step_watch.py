@@ -57,7 +57,6 @@ from hookline.loop.model_watch import (
 )
 from hookline.loop.patches import WrappedMethods
 from hookline.loop.phase_times import PhaseTimes
-from hookline.loop.state import compare_gradients, load_gradients, save_gradients
 from hookline.tensors.norms import global_norm
 from hookline.tensors.sharded import whole
 
@@ -321,7 +320,8 @@ class StepWatch:
         """Fire `on_before_forward`; the first call of the model starts training."""
         if not self.context.generating:
             self._thread = get_ident()
-            self._session.begin()
+            if not self._has_started:
+                self._session.begin()
             self.loop.before_forward()
 
     def after_forward(self, outputs: Any) -> None:
@@ -803,26 +803,6 @@ class StepWatch:
             self.context.reason = reason
             self.dispatchers.on_step_skipped(self.context)
         self._end_optimizer_step(i, stepped=False)
-
-    def save_waiting_gradients(self) -> list[list[Any] | None]:
-        """Return the gradients that wait for optimizers which step less often than another one."""
-        ends_with = self.rule.ends_with
-        waits = [ends_with not in (None, i) for i in range(len(self.optimizers))]
-        return save_gradients(self.optimizers, waits)
-
-    def load_waiting_gradients(self, saved: list[list[Any] | None]) -> None:
-        """Restore gradients that wait for optimizers; those must be there."""
-        if not self.awaits_optimizer:
-            load_gradients(self.optimizers, saved)
-        elif any(saved):
-            log.warning(
-                "The checkpoint has gradients that wait for an optimizer which is not known yet, "
-                "so they are not restored. Give it: attach(model, optimizers, …)."
-            )
-
-    def compare_waiting_gradients(self, saved: list[list[Any] | None]) -> list[str]:
-        """Return a line if gradients in a checkpoint are of other parameters."""
-        return [] if self.awaits_optimizer else compare_gradients(self.optimizers, saved)
 
     # -- the end of a step ------------------------------------------------------------------------
 
