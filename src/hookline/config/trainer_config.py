@@ -231,10 +231,6 @@ class TrainerConfig(Config):
         description="each of several processes takes some of the loaders' batches; false: "
         "their loaders have different data already",
     )
-    slow_rank_seconds: PositiveFloat | None = Field(
-        default=60.0,
-        description="log which of several processes the others have waited for so long; None: no",
-    )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(

@@ -659,12 +659,6 @@ class Trainer:
         run = loop.record.run
         context.run = RemoteRun(*started) if started and run is None else run
         loop.record.start_monitor(self.device, self.hooks, lambda: context.known("tokens_seen"))
-        if self.strategy.is_distributed and config.slow_rank_seconds is not None:
-            loop.ranks.watch_ranks(
-                lambda: (self.position.epoch, self.position.batches, processes.stage),
-                loop.record.event,
-                config.slow_rank_seconds,
-            )
         self._called_model = self.strategy.wrap(self.model)
         loop.ranks.begin()
         self._display.start(epochs=self.max_epochs, steps=config.max_steps, first_step=context.step)
@@ -797,7 +791,7 @@ class Trainer:
         model, compute_loss, accumulate = self._called_model, self._loss_computer, plan.accumulate
         strategy, autocasts, multi_loader = self.strategy, plan.autocasts, plan.multi_loader
         reads_at_once, tokens = plan.reads_at_once, self.token_count
-        processes, multi_rank = strategy.processes, strategy.is_distributed
+        multi_rank = strategy.is_distributed
         check_boundary = plan.validate_every is not None or multi_rank or strategy.has_trigger
         mean_loss, count_tokens = context.means.of("train/loss"), tokens.count_batch
         timed = phases.timed  # whether clocks are read in this batch
@@ -807,8 +801,6 @@ class Trainer:
             if timed:
                 phases.begin_batch()
             position.batches += 1
-            if multi_rank:
-                processes.stage = 0
             context.batch, context.batch_idx = batch, batch_idx
             context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
             context.event_metrics = None
@@ -825,8 +817,6 @@ class Trainer:
                 strategy.begin_batch(completes_step=complete, sync=complete or length is None)
 
             # forward and loss; on_before_forward and on_after_forward come from the model's call
-            if multi_rank:
-                processes.stage = 1
             if autocasts:
                 with strategy.autocast():
                     loss, extra = compute_loss(model, batch)
@@ -842,8 +832,6 @@ class Trainer:
             if fire.on_before_backward is not None:
                 context.loss = loss
                 fire.on_before_backward(context)
-            if multi_rank:
-                processes.stage = 2
             if timed:
                 phases.lap("forward")
             strategy.backward(loss)
@@ -1240,7 +1228,6 @@ class Trainer:
             with AllowedInterrupts():  # it may wait for the other processes
                 summary = summarize_hooks(self)
         finally:
-            loop.ranks.stop_watching()
             reasons = [text for text in (self.stop_reason, loop.record.problem()) if text]
             self._display.end(context.status, summary, "; ".join(reasons))
             reason, error = loop.requests.stop_reason, context.exception

@@ -523,7 +523,6 @@ class Session:
         loop.ranks.begin()
         loop.is_sharded = is_sharded_loop(self.optimizers)
         self._watch.always_sees_calls = True
-        loop.ranks.watch_ranks(self._watch.find_place, loop.record.event)
         self._stop.needs_agreement = True
         self._watch.look_at_skips()
         self._watch.has_boundary_work = True
@@ -731,7 +730,6 @@ class Session:
     def _close_record(self) -> None:
         """End the run, if there is one, and write its report."""
         loop, context = self.loop, self.loop.context
-        loop.ranks.stop_watching()
         if loop.record.sink is None:
             return
         error = context.exception
