@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.catalog import read_manifest
 from hookline.checkpoint.folder import Checkpoint, RankSelection, load_checkpoint
-from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.model_checkpoint import SavingHook
@@ -109,10 +107,7 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
         found, message = find_unfinished_run(runs, identity.describe(trainer.hooks.describe()))
         trainer.announce(message)
         return found
-    if "://" in path:
-        into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
-        return fetch_checkpoint(path, into)
-    checkpoint = find_checkpoint(Path(path), verify=True)
+    checkpoint = find_checkpoint(path, verify=True)
     folder = find_run_of_checkpoint(checkpoint)
     if folder is not None and runs is not None:
         read_run_manifest(folder)  # raises before anything is loaded, if it cannot be continued

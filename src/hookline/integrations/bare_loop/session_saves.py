@@ -212,11 +212,7 @@ class SessionSaves:
         if trains_together(context.model, context.optimizers):
             wait_for_ranks("load_checkpoint")
         if given != "auto":
-            if "://" in given:
-                from hookline.checkpoint.remote import fetch_checkpoint
-
-                return Path(fetch_checkpoint(given, Path(str(runs or "runs")) / "fetched"))
-            return find_checkpoint(Path(given), verify=True)
+            return find_checkpoint(given, verify=True)
         found = self._find_run(runs, identity, others) if is_main_process() else None
         decided: Path | None = broadcast_from_main(found)
         return decided
