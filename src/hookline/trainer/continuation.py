@@ -53,23 +53,21 @@ _AVERAGE = re.compile(r"\['hooks'\]\['[^']*'\]\['averages'\]\['([^']*)'\]")
 
 
 def resume(
-    trainer: Trainer, identity: Identity, resume_from: Any, *, strict: bool
+    trainer: Trainer, identity: Identity, resume_from: Any
 ) -> tuple[Path | None, dict[str, Any]]:
     """Restore a trainer from the checkpoint of the run that it continues, in all processes.
 
     Return the checkpoint, None if a new run starts, and the settings that the run then has. Raise
-    if something does not fit, apart from hooks; without `strict`, load what fits.
+    if something does not fit, apart from hooks.
     """
     settings = describe_settings(trainer.config, identity.training)
     find = trainer.strategy.processes.call_on_main
     start = find(lambda: _find_start(trainer, identity, resume_from))
     if start is None:
         return None, settings
-    advice = (
-        "Resume with the model and the optimizers of the run, load what fits with "
-        "fit(…, strict=False), or start a new run."
-    )
-    loaded = _restore(trainer, read_checkpoint(trainer, start), advice=advice, strict=strict)
+    loaded = read_checkpoint(trainer, start)
+    advice = "Resume with the model and the optimizers of the run, or start a new run."
+    _restore(trainer, loaded, advice)
     settings, message = _compare_settings(loaded.state.get("settings", {}), settings)
     if message is not None:
         log.warning("%s: %s", shorten_path(start), message)
@@ -116,14 +114,13 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
     return checkpoint
 
 
-def _restore(trainer: Trainer, checkpoint: Checkpoint, *, advice: str, strict: bool) -> Checkpoint:
-    """Restore a trainer from a checkpoint, after comparing all of it; return what was loaded."""
-    return trainer.loop.state.restore_checkpoint(
+def _restore(trainer: Trainer, checkpoint: Checkpoint, advice: str) -> None:
+    """Restore a trainer from a checkpoint, after comparing all of it."""
+    trainer.loop.state.restore_checkpoint(
         checkpoint,
         trainer.strategy.processes,
         what=f"this trainer and its {type(trainer.model).__name__}",
         advice=advice,
-        strict=strict,
     )
 
 
@@ -248,8 +245,7 @@ def fork(trainer: Trainer, path: Any) -> tuple[Path, dict[str, Any]]:
             )
         before = to_jsonable(state.get("settings") or {})
         _apply_settings(trainer, state, before)
-    advice = "Fork with the model and the optimizers of the run."
-    _restore(trainer, checkpoint, advice=advice, strict=True)
+    _restore(trainer, checkpoint, "Fork with the model and the optimizers of the run.")
     for name in trainer.hooks.list_hooks():
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):

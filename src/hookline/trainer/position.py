@@ -498,7 +498,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         flag("epoch_over"),
         StateItem("settings", lambda: trainer.compared_settings),
         StateItem("strategy", strategy.state, strategy.load_state),
-        StateItem("position", save_position, load_position, adapt, compare_position, True),
+        StateItem("position", save_position, load_position, adapt, compare_position),
         StateItem("epoch", lambda: loop.context.epoch, load_epoch),
     ]
 

@@ -557,7 +557,6 @@ class Trainer:
         resume_from: Any = None,
         fork_from: Any = None,
         per_sample_seed: bool = False,
-        strict: bool = True,
     ) -> Trainer:
         """Train.
 
@@ -568,18 +567,15 @@ class Trainer:
         Args:
             loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
             val_loaders: the same, for validation.
-            resume_from: the folder or URL of a run or checkpoint to continue; "auto" for the newest
+            resume_from: the folder of a run or checkpoint to continue; "auto" for the newest
                 unfinished run with the same configuration, or a new run if there is none.
             fork_from: the folder of a run or checkpoint from which a new run starts, with the
                 settings of this trainer where they differ.
             per_sample_seed: seed the random numbers that a dataset uses for each sample, from the
                 run's seed, the epoch and the sample's index: a resumed run then has the same
                 augmentation also in workers.
-            strict: raise if the checkpoint to resume from does not fit, after listing all
-                differences; False loads what fits and lists the rest.
         """
         check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
-        check_flag("fit(…, strict=…)", strict)
         if resume_from is not None:
             resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
         if fork_from is not None:
@@ -601,7 +597,7 @@ class Trainer:
         requests = self.loop.requests = ControlRequests(settings.grace_seconds)
         with SignalWatch(requests, settings.signals):
             try:
-                self._begin(resume_from, fork_from, strict=strict)
+                self._begin(resume_from, fork_from)
                 if self.epoch_progress.sanity_due and self.val_data is not None:
                     self._validate_in_loop()
                 self.epoch_progress.sanity_due = False
@@ -621,7 +617,7 @@ class Trainer:
         """Train on the data that the trainer was made with."""
         return self.fit()
 
-    def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
+    def _begin(self, resume_from: Any, fork_from: Any = None) -> None:
         config, loop, processes = self.config, self.loop, self.strategy.processes
         context = loop.context
         loop.phase = Phase.STARTING
@@ -652,7 +648,7 @@ class Trainer:
         if fork_from is not None:
             restored, parent = fork(self, fork_from)
         elif resume_from is not None:
-            restored, self.compared_settings = resume(self, identity, resume_from, strict=strict)
+            restored, self.compared_settings = resume(self, identity, resume_from)
         if self._seeds_samples:
             self.position.per_sample_seed = config.seed or 0
         started = processes.call_on_main(lambda: start_record(self, identity, restored, parent))

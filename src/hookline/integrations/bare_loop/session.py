@@ -366,7 +366,7 @@ class Session:
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
-            StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
+            StateItem("random", save_random, load_random, _own_random, describe_random_state),
             # Last, because undoing a load that has failed leaves gradients as they are.
             StateItem("pending_gradients", save_waiting, load_waiting, compare=compare_waiting),
         ]
@@ -1124,9 +1124,7 @@ class Session:
             return None
         return saves.save(request, extra, wait=wait)
 
-    def load_checkpoint(
-        self, path: str | os.PathLike[str] = "auto", *, strict: bool = True
-    ) -> LoadedCheckpoint | None:
+    def load_checkpoint(self, path: str | os.PathLike[str] = "auto") -> LoadedCheckpoint | None:
         """Restore what `save_checkpoint` has saved, and continue its run.
 
             session = hookline.attach(model, optimizer, runs="runs")
@@ -1142,16 +1140,12 @@ class Session:
             path: a checkpoint or a run; or "auto" for the newest complete checkpoint of the newest
                 unfinished run in the folder for runs that has the same name, configuration, model,
                 optimizers and hooks. "auto" has to be loaded before training starts.
-            strict: raise if something does not fit; otherwise load what fits, and list the rest.
 
         Returns:
             Where the loop continues; None if "auto" has found nothing to continue.
         """
         path = check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
-        check_flag("load_checkpoint(…, strict=…)", strict)
-        return self._load(os.fspath(path), strict=strict)
-
-    def _load(self, path: str, *, strict: bool) -> LoadedCheckpoint | None:
+        path = os.fspath(path)
         if path == "auto" and self.started:
             raise LoopError(
                 "load_checkpoint('auto') continues a run, but training has started in a new one. "
@@ -1165,7 +1159,7 @@ class Session:
         found = saves.find(path, self._runs, self._identity, others)
         if found is None:
             return None
-        checkpoint, loaded = saves.load(found, strict=strict)
+        checkpoint, loaded = saves.load(found)
         self._requirements.provided.add("resumed")
         self._restored = found, checkpoint.state
         if self.started:  # else the run is continued when training starts

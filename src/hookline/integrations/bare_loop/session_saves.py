@@ -166,7 +166,7 @@ class SessionSaves:
 
     # -- loading ----------------------------------------------------------------------------------
 
-    def load(self, path: Path, *, strict: bool) -> tuple[Checkpoint, LoadedCheckpoint]:
+    def load(self, path: Path) -> tuple[Checkpoint, LoadedCheckpoint]:
         """Restore the loop's objects from a checkpoint."""
         loop = self._loop
         checkpoint = load_checkpoint(path)
@@ -178,16 +178,14 @@ class SessionSaves:
             processes = SingleProcessGroup()
         else:
             processes = self._loading_ranks(len(state["ranks"]))
-        checkpoint = loop.state.restore_checkpoint(
+        loop.state.restore_checkpoint(
             checkpoint,
             processes,
             what=f"this {type(loop.context.model).__name__}",
             advice="Attach the model, the optimizers and the schedulers that it was saved with, "
-            "load what fits with load_checkpoint(…, strict=False), or start anew.",
-            strict=strict,
+            "or start anew.",
         )
         loop.context.validated = dict(checkpoint.info.get("metrics") or {})
-        state = checkpoint.state
         extra, random = state.get("extra", {}), state.get("random")
         device = device_of(loop.context.model)
         loaded = LoadedCheckpoint(path, state["step"], state["epoch"], extra, random, device)
