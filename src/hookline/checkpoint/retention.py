@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.checkpoint.atomic_files import numbered_paths, sync, temporary_folder
+from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
 from hookline.checkpoint.catalog import (
     is_checkpoint_name,
     is_count,
@@ -119,9 +118,7 @@ class Retention:
         mode: Mode = "min",
         keep_last: int = 0,
         keep_every: int | None = None,
-        weights_only: bool = False,
     ) -> None:
-        self._weights_only = weights_only
         self._rules = KeepRules(last=keep_last, best=keep_best, mode=mode, every=keep_every)
         self._folder: Path | None = None
         self._best_name: str | None = None
@@ -216,20 +213,13 @@ class Retention:
         checkpoint = self._find_pending(path)
         if checkpoint is None:
             return False
-        self._register(checkpoint, path)
-        for earlier in list(self._pending.values()):  # reported while the writer was not registered
-            folder = self.folder / earlier.name
-            if earlier.number < checkpoint.number and _read_created(folder) is not None:
-                self._register(earlier, folder)
+        self._take_pending(checkpoint)
+        created = _read_created(path) or ""
+        self._saved.append(replace(checkpoint, name=path.name, created=created))
         self._resumed_from = None
         self._forget_missing()
         self._apply_rules()
         return True
-
-    def _register(self, checkpoint: RetainedCheckpoint, path: Path) -> None:
-        self._take_pending(checkpoint)
-        created = _read_created(path) or ""
-        self._saved.append(replace(checkpoint, name=path.name, created=created))
 
     def discard(self, path: Path) -> RetainedCheckpoint | None:
         """Free a reserved name whose checkpoint could not be saved; return what was reserved."""
@@ -318,9 +308,8 @@ class Retention:
     def reconcile(self, path: Path, *, writer: str, run_id: str | None) -> None:
         """Find the writer's checkpoints in the folder, and apply the rules to them.
 
-        A checkpoint that was requested but never became durable is forgotten, unless it was to be
-        saved with the one that was resumed from: it is made from that. One that the restored state
-        does not know, because it was saved later or is about to be removed, is found again.
+        A checkpoint that was requested but never became durable is forgotten. One that the restored
+        state does not know, because it was saved later or is about to be removed, is found again.
 
         Args:
             path: The checkpoint that was resumed from.
@@ -328,12 +317,9 @@ class Retention:
             run_id: The id of the run; None if there is none. Checkpoints of other runs are never
                 touched; without an id, only those in the restored state are recognized.
         """
-        try:
-            self._complete_save(path, writer, run_id)
-        finally:
-            self._find_saved(writer, run_id)
-            self._resumed_from = path.name
-            self._apply_rules()
+        self._find_saved(writer, run_id)
+        self._resumed_from = path.name
+        self._apply_rules()
 
     def _find_saved(self, writer: str, run_id: str | None) -> None:
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
@@ -353,42 +339,6 @@ class Retention:
         if restored:
             log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
         self._restored = []
-
-    def _complete_save(self, path: Path, writer: str, run_id: str | None) -> None:
-        """Make the checkpoints that were requested at the same boundary and are not there.
-
-        Several requests at one boundary are one save into several folders, or two if some are for
-        weights only. The process may have died between two of them.
-        """
-        from hookline.checkpoint import folder as folders  # here, because it imports torch
-
-        info = read_manifest(path)["info"]
-        if run_id is None or info.get("run_id") != run_id:
-            return
-        for checkpoint in self._latest:
-            folder = self.folder / checkpoint.name
-            if checkpoint.step != info.get("step") or os.path.lexists(folder):
-                continue
-            if not self._weights_only:
-                with temporary_folder(self.folder, folder.name) as temporary:
-                    copy = shutil.copytree(path, temporary / "copy", copy_function=_link_or_copy)
-                    sync(copy)
-                    copy.rename(folder)
-                sync(self.folder)
-                continue
-            full = folders.load_checkpoint(path)
-            state = {"hooks": {writer: full.state["hooks"][writer]}}
-            folders.save_checkpoint(
-                folder, model=full.model, state=state, info={**full.info, "weights_only": True}
-            )
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(source, target)
-        sync(Path(target))
 
 
 def _find_own(path: Path, writer: str) -> RetainedCheckpoint | None:

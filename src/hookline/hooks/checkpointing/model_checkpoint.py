@@ -222,7 +222,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             mode=mode,
             keep_last=newest,
             keep_every=keep_every,
-            weights_only=save_weights_only,
         )
         self._latest_metrics = Metrics()
         self._saved_step = self._measured_step = -1
