@@ -320,6 +320,17 @@ def test_a_reserved_checkpoint_that_was_never_saved_is_forgotten(tmp_path):
     assert resumed(tmp_path, other).saved == ()
 
 
+def test_one_that_was_to_be_saved_with_the_checkpoint_resumed_from_is_made_from_it(tmp_path):
+    retention = opened(tmp_path, keep_best=2)
+    retention.reserve("b", 1, 1.0)
+    other = write(tmp_path / "other", retention, 1)  # killed before it was written as b, too
+    again = resumed(tmp_path, other)
+    assert [(one.name, one.score) for one in again.saved] == [("b", 1.0)]
+    b, first = load_checkpoint(tmp_path / "b"), load_checkpoint(other)
+    assert (b.state, b.info) == (first.state, first.info)
+    assert (tmp_path / "b" / "state.json").samefile(other / "state.json")
+
+
 def test_a_checkpoint_that_vanished_is_forgotten_and_logged(tmp_path, caplog):
     caplog.set_level("INFO", "hookline")
     retention = opened(tmp_path, keep_best=2)

@@ -602,7 +602,7 @@ def info_of(path: Path) -> dict:
 
 @pytest.mark.parametrize("background", [True, False])
 def test_a_checkpoint_with_weights_only_has_the_weights_and_little_else(tmp_path, background):
-    settings = {"background": background, "when_busy": "replace"}
+    settings = {"background": background}
     hooks = [
         ModelCheckpoint(save_weights_only=True, filename="weights", keep_last=3),
         ModelCheckpoint(filename="full", keep_last=3),
@@ -610,7 +610,7 @@ def test_a_checkpoint_with_weights_only_has_the_weights_and_little_else(tmp_path
     ]
     trainer = fit(tmp_path, *hooks, max_epochs=2, checkpoints=settings)
     folder = trainer.run.checkpoints
-    assert sorted(names(trainer)) == ["full", "full_2", "weights", "weights_2"], "none is replaced"
+    assert sorted(names(trainer)) == ["full", "full_2", "weights", "weights_2"]
     only, full = folder / "weights_2", folder / "full_2"
     assert files_of(only).keys() == files_of(full).keys()
     assert files_of(only)["model.safetensors"] == files_of(full)["model.safetensors"]

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hookline.checkpoint.atomic_files import numbered_paths, temporary_folder
+from hookline.checkpoint.atomic_files import numbered_paths, sync, temporary_folder
 from hookline.checkpoint.catalog import (
     is_checkpoint_name,
     is_count,
@@ -118,7 +119,9 @@ class Retention:
         mode: Mode = "min",
         keep_last: int = 0,
         keep_every: int | None = None,
+        weights_only: bool = False,
     ) -> None:
+        self._weights_only = weights_only
         self._rules = KeepRules(last=keep_last, best=keep_best, mode=mode, every=keep_every)
         self._folder: Path | None = None
         self._best_name: str | None = None
@@ -308,8 +311,9 @@ class Retention:
     def reconcile(self, path: Path, *, writer: str, run_id: str | None) -> None:
         """Find the writer's checkpoints in the folder, and apply the rules to them.
 
-        A checkpoint that was requested but never became durable is forgotten. One that the restored
-        state does not know, because it was saved later or is about to be removed, is found again.
+        A checkpoint that was requested but never became durable is forgotten, unless it was to be
+        saved with the one that was resumed from: it is made from that. One that the restored state
+        does not know, because it was saved later or is about to be removed, is found again.
 
         Args:
             path: The checkpoint that was resumed from.
@@ -317,9 +321,12 @@ class Retention:
             run_id: The id of the run; None if there is none. Checkpoints of other runs are never
                 touched; without an id, only those in the restored state are recognized.
         """
-        self._find_saved(writer, run_id)
-        self._resumed_from = path.name
-        self._apply_rules()
+        try:
+            self._complete_save(path, run_id)
+        finally:
+            self._find_saved(writer, run_id)
+            self._resumed_from = path.name
+            self._apply_rules()
 
     def _find_saved(self, writer: str, run_id: str | None) -> None:
         restored = {checkpoint.name: checkpoint for checkpoint in self._restored}
@@ -339,6 +346,33 @@ class Retention:
         if restored:
             log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
         self._restored = []
+
+    def _complete_save(self, path: Path, run_id: str | None) -> None:
+        """Make the checkpoints that were requested at the same boundary and are not there.
+
+        Several requests at one boundary are one save into several folders, and the process may have
+        died between two of them. Those for weights only were written before.
+        """
+        info = read_manifest(path)["info"]
+        if self._weights_only or run_id is None or info.get("run_id") != run_id:
+            return
+        for checkpoint in self._latest:
+            folder = self.folder / checkpoint.name
+            if checkpoint.step != info.get("step") or os.path.lexists(folder):
+                continue
+            with temporary_folder(self.folder, folder.name) as temporary:
+                copy = shutil.copytree(path, temporary / "copy", copy_function=_link_or_copy)
+                sync(copy)
+                copy.rename(folder)
+            sync(self.folder)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no hard links
+        shutil.copyfile(source, target)
+        sync(Path(target))
 
 
 def _find_own(path: Path, writer: str) -> RetainedCheckpoint | None:

@@ -149,11 +149,6 @@ class CheckpointConfig(Config):
         default=True,
         description="write while training continues; false: training waits for the disk",
     )
-    when_busy: Literal["wait", "replace"] = Field(
-        default="wait",
-        description="a checkpoint is due while another one is being written: wait for it, or "
-        "replace it (never two in a row)",
-    )
     on_failure: Literal["continue", "stop"] = Field(
         default="continue", description="what to do if a checkpoint cannot be written"
     )

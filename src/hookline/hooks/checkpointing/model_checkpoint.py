@@ -32,7 +32,7 @@ class SavingHook(BuiltIn):
 
     A save that is requested in an event happens at the next step boundary, and `on_checkpoint_save`
     comes at a later one, when the checkpoint is durable. Only then is the retention updated. If the
-    save failed or was replaced, `checkpoint_failed` is called instead.
+    save failed, `checkpoint_failed` is called instead.
 
     A hook that is added in the middle of a run manages the checkpoints that it saves itself.
 
@@ -222,6 +222,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             mode=mode,
             keep_last=newest,
             keep_every=keep_every,
+            weights_only=save_weights_only,
         )
         self._latest_metrics = Metrics()
         self._saved_step = self._measured_step = -1
