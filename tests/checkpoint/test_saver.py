@@ -16,7 +16,6 @@ from torch import nn
 from hookline.checkpoint import (
     CheckpointSaver,
     SaveResult,
-    find_checkpoint,
     load_checkpoint,
 )
 
@@ -176,14 +175,6 @@ def test_a_signal_while_the_thread_starts_loses_no_save_that_has_begun(
     saver.close()
     names = sorted(folder.name for folder in tmp_path.glob("step_*"))
     assert names == ["step_1", "step_2"][not has_started :]
-
-
-def test_without_the_background_the_result_is_there_when_save_returns(tmp_path: Path) -> None:
-    saver = CheckpointSaver(background=False)
-    saved(saver, tmp_path / "runs" / "a" / "checkpoints" / "step_1")
-    (result,) = saver.finished()
-    assert result.path == tmp_path / "runs" / "a" / "checkpoints" / "step_1"
-    assert find_checkpoint(tmp_path / "runs" / "a") == result.path
 
 
 @pytest.mark.parametrize("kind", ["emergency", "weights_only"])

@@ -310,15 +310,11 @@ def export(
         typer.Option(
             *("--out", "-o"),
             help="The file to write, or an existing folder; by default the checkpoint's name with "
-            ".safetensors or .pt.",
+            ".safetensors.",
             metavar="FILE",
             parser=user_path,
         ),
     ] = None,
-    file_format: Annotated[
-        Literal["safetensors", "torch"],
-        typer.Option("--format", help="The format of the file."),
-    ] = "safetensors",
     averaged: Annotated[
         bool, typer.Option("--ema", help="Export the average that the hook EMA has kept.")
     ] = False,
@@ -326,35 +322,30 @@ def export(
     runs: RunsFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of a checkpoint to one file, with its SHA-256 beside it.
+    """Write the weights of a checkpoint to one safetensors file.
 
-    A safetensors file is loaded by **safetensors.torch.load_file** and by transformers: write it as
-    model.safetensors into a folder with the model's config.json. With **--format torch** it is
-    loaded by **torch.load(file, weights_only=True)**. Tied weights are in a safetensors file once,
-    as transformers expects; **safetensors.torch.load_model** loads it into any model.
+    It is loaded by **safetensors.torch.load_file** and by transformers: write it as
+    model.safetensors into a folder with the model's config.json. Tied weights are in it once, as
+    transformers expects; **safetensors.torch.load_model** loads it into any model.
 
     Example: **hookline checkpoints export 20261115-21 -c best -o model.safetensors**
-
-    Check the file: **sha256sum -c model.safetensors.sha256**
     """
     path = _find_folder(run, runs).choose(checkpoint)
-    ending = "safetensors" if file_format == "safetensors" else "pt"
-    file = out or Path(f"{path.name}.{ending}")
+    file = out or Path(f"{path.name}.safetensors")
     if file.is_dir():
-        file = file / f"model.{ending}"
+        file = file / "model.safetensors"
     if os.path.lexists(file) and not force:
         raise bad_value("--out", f"'{file}' exists; give another file, or --force to replace it.")
     with HeldInterrupts():
         from hookline.checkpoint.export import export_weights
         from hookline.cli.checkpoint_tables import format_size
-    done = export_weights(path, file, file_format=file_format, averaged=averaged, replace=force)
+    done = export_weights(path, file, averaged=averaged, replace=force)
     if as_json:
         print_json({"checkpoint": str(path), **asdict(done)})
         return
     lines = [
         f"checkpoint  {path}",
         f"file        {done.path}, {format_size(done.size)}, {done.tensors} tensors",
-        f"sha256      {done.sha256}",
         *(f"tied        {name} is {other}" for name, other in done.tied.items()),
     ]
     if done.left_out:

@@ -195,22 +195,9 @@ def join_processes(device: torch.device) -> SingleProcessGroup:
                 f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {', '.join(missing)} is not "
                 "set. Start the script with `torchrun --nproc_per_node N`, or unset WORLD_SIZE."
             )
-        _check_rank()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, **_options_after_restart())
     return ProcessGroup()
-
-
-def _check_rank() -> None:
-    """Raise if the variables of this process cannot be those of one of several processes."""
-    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-    for name in ("LOCAL_RANK", "MASTER_PORT"):
-        _variable(name, 0)
-    if rank >= size:
-        raise TrainingError(
-            f"The environment variables are RANK={rank} and WORLD_SIZE={size}; expected a RANK "
-            f"from 0 to {size - 1}. Start the script with `torchrun --nproc_per_node N`."
-        )
 
 
 def is_main_process() -> bool:
