@@ -118,7 +118,7 @@ def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
 
 def test_several_processes_are_an_error_for_the_strategy_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
-    with pytest.raises(hookline.TrainingError, match="runs in 2 processes.*Use strategy='ddp'"):
+    with pytest.raises(hookline.TrainingError, match=r"runs in 2 processes.*Use strategy='ddp'"):
         Trainer({"runs": tmp_path / "runs", "strategy": "single"}, *make())
     assert not (tmp_path / "runs").exists()
 
