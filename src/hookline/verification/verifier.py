@@ -108,7 +108,6 @@ def verify(
     *,
     watch: Watch | None = None,
     per_sample_seed: bool = False,
-    strict: bool = True,
 ) -> Report:
     """Check that a training run is reproducible, resumes exactly, and that hooks only observe.
 
@@ -127,7 +126,6 @@ def verify(
             steps, else 20.
         watch: Called with what is being checked, the step, and the number of steps.
         per_sample_seed: As in `Trainer.fit`.
-        strict: As in `Trainer.fit`.
     """
     if isinstance(make_trainer, type):
         raise ArgumentError("verify(make_trainer) takes a function that returns a trainer.")
@@ -140,7 +138,7 @@ def verify(
             raise ConfigError(
                 f"steps is {show_value(steps)}; expected 2 or more, to resume in between."
             )
-    options = {"per_sample_seed": per_sample_seed, "strict": strict}
+    options = {"per_sample_seed": per_sample_seed}
     with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
         runs = TrainingRuns(make_trainer, Path(folder), watch, options)
         return _Verification(runs, steps or _choose_steps(runs)).report()
