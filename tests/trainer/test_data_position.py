@@ -167,16 +167,6 @@ def test_resuming_with_other_loaders_raises_an_error(tmp_path):
         train(tmp_path, persistent(generator=torch.Generator()), {}, resume_from=saved)
 
 
-@pytest.mark.parametrize("at", [3, 9])
-def test_workers_with_random_transforms_are_exact_if_batches_are_loaded_again(tmp_path, at):
-    def loader():
-        data = RandomTransform(*dataset().tensors)
-        return DataLoader(data, batch_size=4, shuffle=True, num_workers=2)
-
-    assert resume_equals(tmp_path, loader, at, fast_forward=True)
-    assert resume_equals(tmp_path / "two", lambda: [loader(), loader()], at, fast_forward=True)
-
-
 class Counting(TensorDataset):
     """Counts the samples that were loaded."""
 
@@ -214,8 +204,8 @@ def test_a_sampler_that_draws_during_the_pass_is_warned_about(tmp_path, caplog, 
         sampler = GlobalBatches(RandomSampler(data), 4, drop_last=False)
         return DataLoader(data, batch_sampler=sampler, num_workers=workers)
 
-    # This sampler has no memory. What was drawn ahead for the workers is restored.
-    assert resume_equals(tmp_path, loader, 3)
+    is_exact = resume_equals(tmp_path, loader, 3)
+    assert is_exact or workers  # it has no memory, but workers have indices from ahead
     assert "in the middle of a pass" in caplog.text
 
 
@@ -253,18 +243,15 @@ def test_another_number_of_workers(tmp_path, before, after):
     )
 
 
-def test_an_iterator_is_refused_or_loaded_again_by_choice(tmp_path):
-    def run(resume_from=None, **fields):
+def test_an_iterator_is_refused(tmp_path):
+    def run(resume_from=None):
         generator = (batch for batch in batches(8))
-        fields |= {"max_epochs": 1}
-        return train(tmp_path, generator, fields, [SaveAt(5)], resume_from=resume_from)
+        return train(tmp_path, generator, {"max_epochs": 1}, [SaveAt(5)], resume_from=resume_from)
 
     whole = run()
     (saved,) = (whole.run.path / "checkpoints").glob("step_*")
-    with pytest.raises(CheckpointError, match=r"is an iterator .* map-style .* fast_forward=True"):
+    with pytest.raises(CheckpointError, match=r"is an iterator .* map-style"):
         run(saved)
-    resumed = run(saved, fast_forward=True)
-    assert same(weights(resumed.model), weights(whole.model))
 
 
 def test_another_number_of_samples_within_an_epoch_raises_an_error(tmp_path):

@@ -256,11 +256,6 @@ class TrainerConfig(Config):
     validate_every_steps: PositiveInt | None = None
     sanity: bool = Field(default=False, description="also validate before training")
     loaders: MixConfig = Field(default_factory=MixConfig)
-    fast_forward: bool = Field(
-        default=False,
-        description="when resuming within an epoch, load the batches before the checkpoint again "
-        "and drop them, also those of iterators",
-    )
     seed: int | None = Field(
         default=None,
         ge=-(2**63),

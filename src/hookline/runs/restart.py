@@ -25,7 +25,7 @@ from hookline.runs.reader import OpenedRun
 log = logging.getLogger("hookline")
 
 _UNFINISHED = ("interrupted", "preempted", "error", "lost", "training")
-_WITHOUT_EFFECT = ("runs", "progress", "checkpoints")
+_WITHOUT_EFFECT = ("runs", "progress", "checkpoints", "fast_forward")  # the last one is gone
 _MAX_SHOWN = 5  # differences
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")  # addresses, process numbers, free memory
 

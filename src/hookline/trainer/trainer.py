@@ -630,7 +630,7 @@ class Trainer:
         context.restart()
         context.validated = {}
         self.token_count.restart()
-        self.position = DataPosition(fast_forward=config.fast_forward)
+        self.position = DataPosition()
         self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
         loop.state.restored_position = self.stop_signal = None
         self.epoch_progress = EpochProgress(sanity_due=config.sanity)
