@@ -184,7 +184,6 @@ COMMANDS: dict[str, Callable[[Folder], list[Any]]] = {
     "checkpoints list": lambda f: ["checkpoints", "list", f.run],
     "checkpoints show": lambda f: ["checkpoints", "show", f.run],
     "checkpoints verify": lambda f: ["checkpoints", "verify", f.run],
-    "checkpoints prune": lambda f: ["checkpoints", "prune", f.run, "--keep-last", "1"],
     "checkpoints export": lambda f: ["checkpoints", "export", f.run, "--force"],
 }
 

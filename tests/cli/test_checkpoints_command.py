@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from hookline.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_pointer
+from hookline.checkpoint import CheckpointError, save_checkpoint, set_pointer
 from hookline.checkpoint.export import export_weights
-from hookline.checkpoint.retention import KeepRules
 from hookline.cli.app import main
 from hookline.runs import Run
-from hookline.runs.checkpoint_reader import SavedCheckpoint, choose_kept
 
 
 def checkpoints(
@@ -230,116 +227,6 @@ def test_verifying_names_the_file_that_has_changed(saved: SavedRun, tmp_path: Pa
     assert "1 checkpoint verified" in printed("verify", run, "-c", "last")
 
 
-# -- prune ----------------------------------------------------------------------------------------
-
-
-def one(step: int | None, **fields: Any) -> SavedCheckpoint:
-    return SavedCheckpoint(Path(str(step)), step, 0, fields.pop("metrics", {}), "", **fields)
-
-
-def test_rules_about_what_is_kept() -> None:
-    scores = [3.0, 1.0, float("nan"), 2.0, None, 2.0]
-    some = [one(10 * i, metrics={"x": score}) for i, score in enumerate(scores, 1)]
-
-    def kept(*found: SavedCheckpoint, **rules: Any) -> list[int | None]:
-        metric = rules.pop("metric", None)
-        reasons = choose_kept(found, KeepRules(**rules), metric)
-        return [c.step for c, why in zip(found, reasons, strict=True) if why]
-
-    assert kept(*some, last=2) == [50, 60]
-    assert kept(*some, every=20) == [20, 40, 60]
-    assert kept(*some, best=2, metric="x") == [20, 40, 60]  # of equal ones the earlier; the newest
-    assert kept(*some, best=1, metric="x", mode="max") == [10, 60]
-    assert kept(*some, best=9, metric="x") == [10, 20, 40, 60]  # NaN and None are not ranked
-    assert kept(*some, best=1, metric="x", every=30, last=1) == [20, 30, 60]
-    marked = [one(1, is_best=True), one(2, is_last=True), one(3), one(4), one(6, is_emergency=True)]
-    assert kept(*marked, last=1) == [1, 2, 4, 6]
-    assert kept(one(None), one(7), every=1) == [7]
-    late = [one(step) for step in (30, 130, 160, 250, 340, 360)]
-    assert kept(*late, every=100) == [130, 250, 340, 360]  # as training keeps them
-    assert kept(one(5, is_emergency=True), last=1) == [5]
-    weights = [one(step, is_weights_only=True) for step in (3, 4)]
-    assert kept(one(1), one(2), *weights, last=1) == [2, 4]  # a run can resume from 2
-    assert kept(*weights, last=1) == [4]
-
-
-def test_pruning_shows_what_it_would_remove_and_removes_it_with_yes(
-    saved: SavedRun, tmp_path: Path
-) -> None:
-    run = copy_of(saved, tmp_path)
-    folder = run / "checkpoints"
-    (folder / "notes").mkdir()
-    before = sorted(path.name for path in folder.iterdir())
-    rules = ("--keep-last", 1, "--keep-every", 400)
-    text = printed("prune", run, *rules)
-    assert re.search(r"Would remove 2 of 6 checkpoints \([\d.]+ kB\)\. To remove them, add", text)
-    assert re.search(r"step_000100 .* not needed", text)
-    assert re.search(r"step_000400 .* every 400 steps", text)
-    assert re.search(r"crash .* emergency", text)
-    assert sorted(path.name for path in folder.iterdir()) == before
-    would = json.loads(printed("prune", run, *rules, "--json"))
-    assert would["would_remove"] == ["step_000100", "step_000300"]
-    assert "Removed 2 of 6 checkpoints" in printed("prune", run, *rules, "--yes")
-    left = sorted(set(before) - {"step_000100", "step_000300"})
-    assert sorted(path.name for path in folder.iterdir()) == left
-    assert "Removed 0 of 4 checkpoints" in printed("prune", run, *rules, "--yes")
-    best = ("--keep-best", 1, "--metric", "eval/loss", "--mode", "max", "--yes", "--json")
-    assert json.loads(printed("prune", run, *best))["removed"] == ["step_000400"]
-
-
-def test_pruning_removes_nothing_of_anybody_else(saved: SavedRun, tmp_path: Path) -> None:
-    run = copy_of(saved, tmp_path)
-    (run / "checkpoints" / "step_000100" / "notes.txt").write_text("mine")
-    os.truncate(run / "checkpoints" / "step_000300" / "model.safetensors", 10)
-    (run / "checkpoints" / "step_000400" / "manifest.json").unlink()
-    done = run_hookline("checkpoints", "prune", run, "--keep-last", 1, "--yes")
-    assert done.returncode == 1
-    assert "also contains 'notes.txt'" in done.stderr
-    assert "Not removed: 'step_000100'." in done.stderr
-    assert (run / "checkpoints" / "step_000100" / "notes.txt").read_text() == "mine"
-    assert (run / "checkpoints" / "step_000300").is_dir()
-    assert (run / "checkpoints" / "step_000400").is_dir()
-
-
-def test_nothing_is_removed_when_the_newest_is_damaged(saved: SavedRun, tmp_path: Path) -> None:
-    run = copy_of(saved, tmp_path)
-    newer = {"step": 510, "weights_only": True}  # no run resumes from this one
-    save_checkpoint(run / "checkpoints" / "step_000510", model={}, state={}, info=newer)
-    flip_bit(run / "checkpoints" / "step_000500" / "model.safetensors")
-    error = refused("prune", run, "--keep-last", 1, "--yes")
-    assert "step_000500/model.safetensors has changed" in error
-    assert "Nothing was removed" in error
-    assert (run / "checkpoints" / "step_000100").is_dir()
-
-
-def test_a_run_that_is_training_is_not_pruned(tmp_path: Path) -> None:
-    saved = SavedRun(tmp_path, status=None)  # this process is writing it
-    for given in (saved.run.path, saved.folder, saved.folder / "step_000100"):
-        error = refused("prune", given, "--keep-last", 1, "--yes")
-        assert f"The run {saved.run.id} is still training." in error
-    assert "Would remove 3 of 6" in printed("prune", saved.run.path, "--keep-last", 1)
-    assert len(saved.names()) == 6
-    saved.run.close()
-    assert "Removed 3 of 6" in printed("prune", saved.run.path, "--keep-last", 1, "--yes")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), ["at least one rule", "--keep-last"]),
-        (("--keep-best", "2"), ["--keep-best and --metric belong together"]),
-        (("--keep-every", "0"), ["'--keep-every'", "greater than or equal to 1"]),
-        (("--keep-last", "1", "--mode", "least"), ["'least' is not one of 'min', 'max'."]),
-    ],
-)
-def test_bad_rules_are_one_line_that_helps(
-    saved: SavedRun, arguments: tuple[str, ...], words: list[str]
-) -> None:
-    error = refused("prune", saved.run.path, *arguments, code=2)
-    for word in [*words, "See: hookline checkpoints prune --help"]:
-        assert word in error
-
-
 # -- export ---------------------------------------------------------------------------------------
 
 
@@ -479,7 +366,6 @@ def test_only_exporting_imports_torch(saved: SavedRun) -> None:
         ["list", run],
         ["show", run],
         ["verify", run],
-        ["prune", run, "--keep-last", "1"],
     ]
     script = (
         "import sys, hookline.cli.app as app\n"
@@ -493,35 +379,8 @@ def test_only_exporting_imports_torch(saved: SavedRun) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_run_or_metric_is_one_line(saved: SavedRun) -> None:
+def test_an_unknown_run_is_one_line(saved: SavedRun) -> None:
     assert "There is no run 'zzz' in runs." in refused("list", "zzz", cwd=saved.root)
-    error = refused("prune", saved.run.path, "--keep-best", 1, "--metric", "val/los")
-    assert "Did you mean 'val/loss'?" in error
-
-
-KILLED = """
-import os, signal, sys
-import hookline.checkpoint.atomic_files as atomic_files
-remove = atomic_files.remove_locked_folder
-def kill(*given):
-    os.kill(os.getpid(), signal.SIGKILL)
-atomic_files.remove_locked_folder = kill
-from hookline.cli.app import main
-sys.argv = ["hookline", "checkpoints", "prune", sys.argv[1], "--keep-last", "1", "--yes"]
-main()
-"""
-
-
-def test_a_kill_during_pruning_leaves_complete_checkpoints_only(
-    saved: SavedRun, tmp_path: Path
-) -> None:
-    run = copy_of(saved, tmp_path)
-    done = run_command(sys.executable, "-c", KILLED, run)
-    assert done.returncode == -signal.SIGKILL
-    assert "5 checkpoints verified, 0 damaged." in printed("verify", run)
-    save_checkpoint(run / "checkpoints" / "next", model={}, state={}, info={"step": 600})
-    assert not list((run / "checkpoints").glob(".tmp-*"))
-    assert load_checkpoint(run / "checkpoints" / "step_000500").info["step"] == 500
 
 
 def save_steps(folder: Path, *steps: int, **info) -> None:
@@ -533,15 +392,6 @@ def save_steps(folder: Path, *steps: int, **info) -> None:
             state={},
             info={"step": step, "metrics": {}, **info},
         )
-
-
-def test_a_link_neither_replaces_the_checkpoint_that_it_names_nor_counts(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3, 4)
-    (tmp_path / "z_newest").symlink_to(tmp_path / "step_4")
-    (tmp_path / "z_good").symlink_to(tmp_path / "step_1")
-    printed("prune", tmp_path, "--keep-last", "2", "--yes")
-    left = sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink())
-    assert left == ["step_1", "step_3", "step_4"]
 
 
 def test_a_step_means_the_checkpoint_that_a_run_can_resume_from(tmp_path: Path) -> None:

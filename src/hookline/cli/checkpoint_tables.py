@@ -39,21 +39,6 @@ def format_list(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) 
     return format_table(headers, rows, limit=_MAX_ROWS)
 
 
-def format_pruning(
-    complete: Sequence[SavedCheckpoint], reasons: Sequence[Sequence[str]], damage: Mapping[str, str]
-) -> str:
-    """Return checkpoints as a table that says why each one is kept."""
-    rows = [
-        (
-            *(one.path.name, format_number(one.step), format_size(one.size)),
-            ", ".join(kept) or "not needed",
-        )
-        for one, kept in zip(complete, reasons, strict=True)
-    ]
-    rows += [(name, "", "", f"damaged: {problem}") for name, problem in damage.items()]
-    return format_table(("checkpoint", "step", "size", "kept because"), rows, limit=_MAX_ROWS)
-
-
 def format_contents(path: Path, contents: CheckpointContents) -> str:
     """Return what a checkpoint contains: fields, files, sections of the state, weights."""
     manifest, info = contents.manifest, contents.manifest["info"]

@@ -271,10 +271,10 @@ class TrainerConfig(Config):
         "if plotly is installed (`hookline[report]`)",
     )
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
+    progress: Literal["auto", "bar", "plain", "off"] | bool = Field(
         default="auto",
-        description="`auto`: a bar in a terminal, a display in Jupyter, and plain lines elsewhere; "
-        "True is `auto`, False is `off`, which prints nothing, not even the run's folder",
+        description="`auto`: a bar in a terminal, and plain lines elsewhere; True is `auto`, False "
+        "is `off`, which prints nothing, not even the run's folder",
     )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)
