@@ -1,10 +1,11 @@
-"""`hookline checkpoints`: list the checkpoints of a run, show, verify and export them."""
+"""`hookline checkpoints`: list the checkpoints of a run, verify and export them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,11 +22,12 @@ from hookline.cli.command_base import (
 from hookline.cli.text_output import print_json, progress_bar, show, show_lines
 from hookline.errors import CheckpointError, listed, nearest
 from hookline.interrupts import HeldInterrupts
-from hookline.text_tables import join_some
+from hookline.text_tables import format_table, join_some
 
 if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint
 
+_MAX_ROWS = 2000
 _STYLES = {
     r"\A.*": "bold",
     r"(?<=  )(complete|ok)\b": "green",
@@ -54,7 +56,7 @@ CheckpointName = Annotated[
 
 @checkpoints_app.callback(invoke_without_command=True)
 def checkpoints(context: typer.Context) -> None:
-    """List the checkpoints of a run, show, verify and export them.
+    """List the checkpoints of a run, verify and export them.
 
     Example: **hookline checkpoints list 20261115-210655-3f9c7b**
     """
@@ -78,45 +80,51 @@ def list_checkpoints(
 
     Example: **hookline checkpoints list 20261115-210655-3f9c7b**
     """
-    from hookline.cli.checkpoint_tables import format_list
-
     folder = _find_folder(run, runs)
     complete, damage = folder.read()
     if as_json:
         found = [{"name": one.path.name, **asdict(one), "damage": None} for one in complete]
         print_json([*found, *({"name": name, "damage": text} for name, text in damage.items())])
     elif complete or damage:
-        show(format_list(complete, damage), _STYLES)
+        show(_as_table(complete, damage), _STYLES)
     else:
         advice = "To save some, add the hook ModelCheckpoint."
         show_lines([f"{folder.path} contains no checkpoints. {advice}"])
 
 
-# -- show -----------------------------------------------------------------------------------------
+def _as_table(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) -> str:
+    """Return checkpoints as a table, damaged ones with what is wrong with them."""
+    from rich.filesize import decimal
+
+    from hookline.runs.formatting import format_number
+
+    headers = ("checkpoint", "step", "epoch", "size", "age", "status", "", "metrics")
+    rows = [
+        (
+            *(one.path.name, format_number(one.step), format_number(one.epoch)),
+            *(decimal(one.size), _format_age(one.created), "complete", _format_labels(one)),
+            join_some(f"{name} {format_number(value)}" for name, value in one.metrics.items()),
+        )
+        for one in complete
+    ]
+    rows += [(name, "", "", "", "", "damaged", "", problem) for name, problem in damage.items()]
+    return format_table(headers, rows, limit=_MAX_ROWS)
 
 
-@checkpoints_app.command("show")
-def show_checkpoint(
-    run: RunWithCheckpoints,
-    checkpoint: CheckpointName = None,
-    runs: RunsFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Show one checkpoint: its weights with shapes and dtypes, its state, files and hashes.
+def _format_age(created: str) -> str:
+    from hookline.runs.formatting import format_duration
 
-    Example: **hookline checkpoints show 20261115-210655-3f9c7b --checkpoint best**
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(created)
+    except (ValueError, TypeError):
+        return "?"
+    return format_duration(max(0.0, age.total_seconds()))
 
-    By its folder: **hookline checkpoints show runs/20261115-210655-3f9c7b/checkpoints/step_000120**
-    """
-    from hookline.checkpoint.contents import read_contents
-    from hookline.cli.checkpoint_tables import format_contents
 
-    path = _find_folder(run, runs).choose(checkpoint)
-    contents = read_contents(path)
-    if as_json:
-        print_json({"path": str(path), **asdict(contents)})
-    else:
-        show(format_contents(path, contents))
+def _format_labels(one: SavedCheckpoint) -> str:
+    labels = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+    labels["weights-only"] = one.is_weights_only
+    return " ".join(label for label, applies in labels.items() if applies)
 
 
 # -- verify ---------------------------------------------------------------------------------------
@@ -136,7 +144,6 @@ def verify_checkpoints(
     Example: **hookline checkpoints verify 20261115-210655-3f9c7b**
     """
     from hookline.checkpoint.catalog import scan_checkpoints
-    from hookline.text_tables import format_table
 
     folder = _find_folder(run, runs)
     one = folder.choose(checkpoint) if checkpoint is not None else folder.named
@@ -208,6 +215,8 @@ def export(
 
     Check the file: **sha256sum -c model.safetensors.sha256**
     """
+    from rich.filesize import decimal
+
     path = _find_folder(run, runs).choose(checkpoint)
     ending = "safetensors" if file_format == "safetensors" else "pt"
     file = out or Path(f"{path.name}.{ending}")
@@ -217,14 +226,13 @@ def export(
         raise bad_value("--out", f"'{file}' exists; give another file, or --force to replace it.")
     with HeldInterrupts():
         from hookline.checkpoint.export import export_weights
-        from hookline.cli.checkpoint_tables import format_size
     done = export_weights(path, file, file_format=file_format, averaged=averaged, replace=force)
     if as_json:
         print_json({"checkpoint": str(path), **asdict(done)})
         return
     lines = [
         f"checkpoint  {path}",
-        f"file        {done.path}, {format_size(done.size)}, {done.tensors} tensors",
+        f"file        {done.path}, {decimal(done.size)}, {done.tensors} tensors",
         f"sha256      {done.sha256}",
         *(f"tied        {name} is {other}" for name, other in done.tied.items()),
     ]
