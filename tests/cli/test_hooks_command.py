@@ -149,16 +149,6 @@ def test_all_events_are_listed_with_their_arguments_and_the_loop() -> None:
     assert " ".join(LOOP_MAP.split()) in " ".join(words)
 
 
-def test_events_for_programs() -> None:
-    told = printed_json("events", "--json")
-    assert [one["name"] for one in told["events"]] == list(EVENTS)
-    assert told["loop"] == LOOP_MAP
-    (event,) = [one for one in told["events"] if one["name"] == "on_train_batch_end"]
-    assert event["aliases"] == ["on_batch_end"]
-    assert {"dataloader_idx", "loss"} <= {one["name"] for one in event["arguments"]}
-    assert [one["name"] for one in told["common"]] == [one.name for one in COMMON]
-
-
 # -- the command as a whole -----------------------------------------------------------------------
 
 

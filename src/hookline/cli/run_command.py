@@ -32,7 +32,7 @@ from hookline.printable import printable, printable_lines
 
 _NEXT_OPTION = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")  # a list has commas, too
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
-_FLAGS = re.compile(r"-[bBdiIEOPqsSuvx]+")  # of an interpreter; those that take no value
+_ISOLATING = re.compile(r"-[bBdiOPqsuvx]*([IES])[bBdiIEOPqsSuvx]*")  # flags of an interpreter
 
 
 class RunCommand(TyperCommand):
@@ -231,15 +231,11 @@ def _find_isolating_flag(command: list[str]) -> str | None:
     """Return the option of a Python interpreter that keeps `sitecustomize` from being run."""
     if not _PYTHON.fullmatch(Path(command[0]).name):
         return None
-    options = iter(command[1:])
-    for option in options:
-        if option in ("-W", "-X"):
-            next(options, None)  # its value
-        elif _FLAGS.fullmatch(option):
-            for letter in set("IES").intersection(option):
-                return f"-{letter}"
-        elif not option.startswith(("-W", "-X")):
-            return None
+    for option in command[1:]:
+        if not option.startswith("-"):
+            break
+        if found := _ISOLATING.fullmatch(option):
+            return f"-{found[1]}"
     return None
 
 
