@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -12,38 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from commands import run_command, run_hookline
+from commands import run_command, run_hookline, run_in_process
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
 from hookline.checkpoint import CheckpointError, save_checkpoint, set_pointer
 from hookline.checkpoint.export import export_weights
-from hookline.cli.app import main
 from hookline.runs import Run
 
 
 def checkpoints(
     *arguments: str | int | Path, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, which saves the time of importing torch."""
-    out, err = io.StringIO(), io.StringIO()
-    words = ["hookline", "checkpoints", *map(str, arguments)]
-    with (
-        contextlib.chdir(cwd or Path.cwd()),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", words),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main()
-    return subprocess.CompletedProcess(
-        words, int(ended.value.code or 0), out.getvalue(), err.getvalue()
-    )
+    return run_in_process("checkpoints", *arguments, cwd=cwd)
 
 
 def printed(*arguments: str | int | Path, cwd: Path | None = None) -> str:

@@ -271,9 +271,12 @@ def _unsupported(accelerator: Any) -> str | None:
         "an FSDP plugin on the CPU, where Accelerate ignores it (strategy='fsdp' shards)": (
             kind == "MULTI_CPU" and uses_fsdp
         ),
-        "tensor, context or sequence parallelism": any(
-            getattr(parallel, f"{name}_enabled", False) for name in ("tp", "cp", "sp")
-        ),
+        **{
+            f"tensor, context or sequence parallelism ({name}_size above 1)": (
+                getattr(parallel, f"{name}_enabled", False)
+            )
+            for name in ("tp", "cp", "sp")
+        },
         f"mixed_precision='{precision}'": precision not in _PRECISIONS,
         "a dynamo plugin (give the trainer a model that torch.compile has compiled)": (
             state.dynamo_plugin.backend.value != "NO"
