@@ -223,11 +223,6 @@ def test_check_finds_silent_bugs_that_a_batch_shows(project: Path) -> None:
     assert "    Fix: Make the generator in each worker" in done.stderr
     assert "findings   1\n" in done.stdout
     assert "OK" not in done.stdout.splitlines()
-    said = json.loads(
-        run_in_process("check", "train.yaml", NOISY_DATA, "--json", cwd=project).stdout
-    )
-    assert said["ok"] is False
-    assert [one["check"] for one in said["findings"]] == ["workers-share-random-numbers"]
     ignored = "hooks=[{name: lint, ignore: [workers-share-random-numbers]}]"
     done = run_in_process("check", "train.yaml", NOISY_DATA, ignored, cwd=project)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,7 +10,7 @@ from loops import batches, config, fit, make, recorder, same, told_in, weights
 from torch.nn import functional as F
 
 import hookline
-from hookline import Trainer, TrainingError
+from hookline import Trainer
 
 
 def two(model):
@@ -42,28 +42,7 @@ def test_clipping_several_optimizers_tells_the_norm_of_all_gradients():
     assert float(told_in(hook, "on_step_end")[0]["grad_norm"]) == pytest.approx(norms[0].item())
 
 
-def test_validation_by_steps_does_not_come_again_after_a_skipped_step():
-    class Skips(hookline.Hook):
-        def on_before_optimizer_step(self, trainer, batch_idx=None):
-            if trainer.step == 2 and not getattr(trainer, "once", False):
-                trainer.once = True
-                trainer.skip_optimizer_step()
-
-    hook = recorder(on_validation_end=("step",))
-    fields = {"validate_every_steps": 2, "validate_every_epochs": None}
-    fit(Skips(), hook, data=batches(5), val=batches(1), **fields)
-    assert [a["step"] for a in told_in(hook, "on_validation_end")] == [2, 4]
-
-
 # -- by hand --------------------------------------------------------------------------------------
-
-
-def test_an_exception_by_hand_is_told_too():
-    hook = recorder("on_exception", on_train_end=("status",))
-    trainer = Trainer(config(), *make(), hooks=[hook])
-    with pytest.raises(TrainingError):
-        trainer.training_step(torch.ones(2, 8))
-    assert hook.told == ["on_exception", ("on_train_end", {"status": "error"})]
 
 
 def test_a_checkpoint_made_by_hand_can_be_resumed(tmp_path):
@@ -76,23 +55,6 @@ def test_a_checkpoint_made_by_hand_can_be_resumed(tmp_path):
 
 
 # -- the seams of an epoch ------------------------------------------------------------------------
-
-
-def test_text_that_a_hook_puts_into_metrics_does_not_break_checkpoints(tmp_path):
-    class Puts(hookline.Hook):
-        def on_validation_end(self, metrics, trainer):
-            metrics["verdict"] = "good"
-            trainer.save_checkpoint()
-
-    trainer = fit(Puts(), data=batches(1), val=batches(1), runs=tmp_path)
-    assert (trainer.run.path / "checkpoints" / "step_000001").is_dir()
-
-
-def test_a_resume_that_fails_tells_no_hook_of_an_end_without_a_beginning(tmp_path):
-    hook = recorder("on_train_start", "on_exception", "on_train_end")
-    with pytest.raises(hookline.CheckpointError):
-        fit(hook, resume_from=tmp_path / "nothing")
-    assert hook.told == []
 
 
 def test_a_fit_after_a_failed_one_is_clean(tmp_path):
