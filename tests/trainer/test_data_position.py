@@ -14,16 +14,12 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    Subset,
     TensorDataset,
 )
 
 import hookline
 from hookline import CheckpointError, TrainingError
-from hookline.config.trainer_config import MixConfig
 from hookline.trainer import position as data_position
-from hookline.trainer.data_stream import Stream
-from hookline.trainer.position import DataPosition
 
 
 class RandomTransform(TensorDataset):
@@ -151,7 +147,7 @@ def test_random_numbers_in_workers_are_not_restored_and_it_is_said_once(tmp_path
 
     assert not resume_equals(tmp_path / "first", loader, 3)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "per_sample_seed=True" in caplog.text
+    assert "seeds its random numbers by index" in caplog.text
     caplog.clear()
     resume_equals(tmp_path / "later", loader, 12, "on_epoch_end", max_epochs=3)
     assert caplog.text.count("not restored") == 1
@@ -273,75 +269,6 @@ def test_a_checkpoint_before_the_first_batch_of_a_resumed_run(tmp_path):
     train(tmp_path, shuffled(), {}, [hook], resume_from=saved)
     resumed = train(tmp_path, shuffled(), {}, resume_from=hook.path or tmp_path / "again")
     assert same(weights(resumed.model), weights(whole.model))
-
-
-# -- random numbers of samples --------------------------------------------------------------------
-
-
-class AllRandom(TensorDataset):
-    """Draws random numbers from Python, numpy and torch for every sample."""
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        return x + random.random() + numpy.random.rand() + torch.randn_like(x), y
-
-
-@pytest.mark.parametrize("at", [3, 9])
-@pytest.mark.parametrize("subset", [False, True])
-def test_seeded_samples_are_exact_in_persistent_workers(tmp_path, at, subset, caplog):
-    def loader(workers=2):
-        data = AllRandom(*dataset().tensors)
-        data = Subset(data, range(20)) if subset else data  # has `__getitems__`
-        options = {"num_workers": workers, "persistent_workers": workers > 0}
-        return DataLoader(data, batch_size=4, shuffle=True, **options)
-
-    assert resume_equals(tmp_path, loader, at, seed=5)
-    assert not caplog.records
-    with_workers = train(tmp_path, loader(), {}, per_sample_seed=5)
-    without = train(tmp_path, loader(0), {"max_epochs": 1}, per_sample_seed=5)
-    first_epoch = train(tmp_path, loader(), {"max_epochs": 1}, per_sample_seed=5)
-    assert same(weights(without.model), weights(first_epoch.model))
-    assert not same(weights(without.model), weights(with_workers.model))
-
-
-def test_seeds_differ_by_epoch_pass_loader_and_index_and_leave_training_alone():
-    def batches_of(data, seed, epochs=2):
-        torch.manual_seed(0)
-        stream = Stream([DataLoader(data, 4), DataLoader(data, 4)], MixConfig(length=20))
-        position, found = DataPosition(), []
-        position.per_sample_seed = seed
-        for _ in range(epochs):
-            for batch, *_ in position.remaining_batches(stream, torch.device("cpu")):
-                position.batches += 1
-                found.append((batch[0], torch.rand(1)))
-            position.end_epoch()
-        return found
-
-    zeros = torch.zeros(24, 1), torch.zeros(24)
-    random_batches = batches_of(AllRandom(*zeros), seed=1)
-    samples = torch.cat([x for x, _ in random_batches]).flatten().tolist()
-    assert len(set(samples)) == len(samples) == 160
-    plain = batches_of(TensorDataset(*zeros), seed=1)
-    assert [a.item() for _, a in plain] == [a.item() for _, a in random_batches]
-    other = batches_of(AllRandom(*zeros), seed=2)
-    assert not torch.equal(other[0][0], random_batches[0][0])
-
-
-def test_seeded_samples_in_spawned_workers(tmp_path):
-    def first(workers):
-        options = {"num_workers": workers, "multiprocessing_context": "spawn" if workers else None}
-        loader = DataLoader(AllRandom(*dataset().tensors), batch_size=4, **options)
-        position = DataPosition()
-        position.per_sample_seed = 1
-        return next(position.remaining_batches(Stream(loader), torch.device("cpu")))[0][0]
-
-    assert torch.equal(first(0), first(1))
-
-
-def test_seeds_for_samples_without_an_index_raise_an_error(tmp_path):
-    loader = DataLoader(Endless(3), batch_size=None)
-    with pytest.raises(TrainingError, match="iterable-style: 'train'"):
-        train(tmp_path, loader, {}, per_sample_seed=1)
 
 
 def test_a_generator_of_a_validation_loader(tmp_path):

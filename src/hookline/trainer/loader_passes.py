@@ -16,19 +16,16 @@ delivered are skipped, and those that were only drawn, ahead for workers, are lo
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
 from time import sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.errors import CheckpointError
 from hookline.loop.random_state import (
@@ -37,7 +34,6 @@ from hookline.loop.random_state import (
     loader_random_state,
     random_state,
     restore_loader_random_state,
-    restore_random_state,
 )
 from hookline.trainer.data_stream import length_of
 
@@ -48,13 +44,11 @@ _SETTLING = 0.002
 _CPU = torch.device("cpu")  # samplers draw nothing on other devices
 _MAX_AHEAD = 100_000  # indices that were drawn ahead for workers; more are not valid
 
-SeedKey = tuple[int, ...] | None  # what the seeds of samples are made from
 
-
-def make_passes(loader: Any, name: str, seed_key: SeedKey) -> LoaderPasses:
+def make_passes(loader: Any, name: str) -> LoaderPasses:
     """Return the passes over a loader in an epoch, by what can be done with it."""
     kind = DataLoaderPasses if skips_indices(loader) else LoaderPasses
-    return kind(loader, name, seed_key)
+    return kind(loader, name)
 
 
 def _saves_position(loader: Any) -> bool:
@@ -85,10 +79,9 @@ def batch_size_of(loader: Any) -> int | None:
 class LoaderPasses:
     """Passes over any object with `__iter__` in an epoch, also one that saves its own position."""
 
-    def __init__(self, loader: Any, name: str, seed_key: SeedKey = None) -> None:
+    def __init__(self, loader: Any, name: str) -> None:
         self.loader, self.name = loader, name
         self.draws_late = False  # whether a continued pass uses global random numbers as it goes
-        self._seed_key = seed_key
         self._generators = generators_of([loader])
         self._start: dict[str, Any] | None = None  # the random states when the pass began
         self._ended: list[list[int]] = []  # of this epoch: length of passes, how many
@@ -180,33 +173,25 @@ class LoaderPasses:
 class DataLoaderPasses(LoaderPasses):
     """Passes over a copy of a `DataLoader` that has a sampler which can skip indices."""
 
-    def __init__(self, loader: DataLoader[Any], name: str, seed_key: SeedKey = None) -> None:
-        has_indices = not isinstance(loader.dataset, IterableDataset)
-        super().__init__(loader, name, seed_key if has_indices else None)
-        self._has_indices = has_indices
+    def __init__(self, loader: DataLoader[Any], name: str) -> None:
+        super().__init__(loader, name)
+        self._has_indices = not isinstance(loader.dataset, IterableDataset)
         self._had_workers = False  # in the run that is resumed, after its latest pass
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._sampler = IndexSampler(sampler, self._generators, ahead)
         if self.has_workers:
             workers: Any = loader._iterator
-            if (self._seed_key is not None) != isinstance(workers._dataset, SeededDataset):
-                loader._iterator = None  # they have a dataset of the other kind
-            else:
-                workers._index_sampler = self._sampler
+            workers._index_sampler = self._sampler
 
     def start(self) -> Iterator[Any]:
         """Start a pass."""
         self._start = loader_random_state(self._generators)
-        self._sampler.begin(self._pass_seed_key())
+        self._sampler.begin()
         if self._had_workers:  # the seed of new ones is not drawn from the run's random numbers
             self._had_workers = False
             return self._iterate(torch.Generator())
         return self._iterate(self.loader.generator)
-
-    def _pass_seed_key(self) -> SeedKey:
-        ended = sum(times for _, times in self._ended)
-        return None if self._seed_key is None else (*self._seed_key, ended)
 
     def indices_of(self, batch_idx: int) -> Any:
         """Return the indices of a recent batch, by its number in the epoch; None if unknown."""
@@ -218,9 +203,6 @@ class DataLoaderPasses(LoaderPasses):
         replaced = "sampler" if loader.batch_sampler is None else "batch_sampler"
         # Not by assignment: a DataLoader refuses to change these after its construction.
         loader.__dict__.update({replaced: self._sampler, "generator": generator})
-        if self._seed_key is not None:
-            batched = loader.batch_sampler is not None
-            loader.__dict__["dataset"] = SeededDataset(loader.dataset, batched=batched)
         if loader.num_workers and dist.is_available() and dist.is_initialized():
             sleep(_SETTLING)
         iterator: Iterator[Any] = iter(loader)
@@ -240,7 +222,7 @@ class DataLoaderPasses(LoaderPasses):
         if saved["indices"] is None:
             return super().continue_pass(saved, delivered)
         self._start = dict(saved["start"])
-        self._sampler.begin(self._pass_seed_key())
+        self._sampler.begin()
         self.draws_late = self._sampler.load_state_dict(saved["indices"], delivered)
         seed = torch.Generator()  # of the workers, as it was when the pass began
         seed.set_state(saved["start"]["random"]["torch"].cpu())
@@ -280,7 +262,6 @@ class IndexSampler:
 
     def __init__(self, sampler: Any, generators: Sequence[Any], ahead: int) -> None:
         self._sampler, self._generators = sampler, generators
-        self._seed_key: SeedKey = None
         self._start: dict[str, Any] | None = None  # random states when the pass begins
         self._first: dict[str, Any] | None = None  # the same, when the first index is drawn
         self._drawn = 0
@@ -291,9 +272,8 @@ class IndexSampler:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def begin(self, seed_key: SeedKey) -> None:
+    def begin(self) -> None:
         """Prepare a new pass."""
-        self._seed_key = seed_key
         self._first = self._continued = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -303,7 +283,7 @@ class IndexSampler:
         self._start = loader_random_state(self._generators)
         self._first, self._drawn, self._is_over = None, 0, False
         self._recent.clear()
-        return self._with_seeds(self._draw(iter(self._sampler)))
+        return self._draw(iter(self._sampler))
 
     def recent(self, number: int) -> Any:
         """Return what was drawn as this number, from 1; None if that is long ago or to come."""
@@ -334,7 +314,7 @@ class IndexSampler:
         self._start, self._first = state["start"], state["first"]
         self._is_over = state["is_over"]
         self._recent.extend(waiting)
-        self._continued = self._with_seeds(chain(waiting, self._draw(indices)))
+        self._continued = chain(waiting, self._draw(indices))
         return draws_late
 
     def _draw(self, indices: Iterator[Any]) -> Iterator[Any]:
@@ -345,67 +325,3 @@ class IndexSampler:
             self._recent.append(index)
             yield index
         self._is_over = True
-
-    def _with_seeds(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Return the indices with their seeds, for a `SeededDataset`; as they are without a key."""
-        key = self._seed_key
-        return indices if key is None else (SeededIndex(key, index) for index in indices)
-
-
-class SeededIndex(NamedTuple):
-    """An index and what its seed is made from. It travels to workers, which keep their dataset."""
-
-    seed_key: tuple[int, ...]
-    index: Any
-
-
-class SeededDataset(Dataset[Any]):
-    """A map-style dataset that seeds Python, numpy and torch before each sample.
-
-    The random numbers of the training process are the same afterwards.
-    """
-
-    def __init__(self, dataset: Any, *, batched: bool) -> None:
-        self.dataset = dataset
-        self._batched = batched
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not set yet, while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __getitem__(self, index: SeededIndex) -> Any:
-        return self._load(index.seed_key, [index.index])[0]
-
-    def __getitems__(self, batch: SeededIndex) -> list[Any]:
-        return self._load(batch.seed_key, batch.index)
-
-    def _load(self, seed_key: tuple[int, ...], indices: Sequence[Any]) -> list[Any]:
-        if get_worker_info() is not None:
-            return [self._load_one(seed_key, index) for index in indices]
-        state = random_state(_CPU)
-        try:
-            return [self._load_one(seed_key, index) for index in indices]
-        finally:
-            restore_random_state(state, _CPU)
-
-    def _load_one(self, seed_key: tuple[int, ...], index: Any) -> Any:
-        _seed(seed_key, index)
-        load_several = getattr(self.dataset, "__getitems__", None)
-        if self._batched and load_several:
-            return load_several([index])[0]
-        return self.dataset[index]
-
-
-def _seed(seed_key: tuple[int, ...], index: Any) -> None:
-    index = int(index) if hasattr(index, "__index__") else index
-    digest = hashlib.blake2b(repr((*seed_key, index)).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little")
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)

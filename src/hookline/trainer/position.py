@@ -19,7 +19,6 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.context import numbers_in
 from hookline.errors import CheckpointError, TrainingError, listed
@@ -76,7 +75,6 @@ class DataPosition:
     def __init__(self) -> None:
         self.epoch = 0
         self.batches = 0  # of the epoch that were loaded
-        self.per_sample_seed: int | None = None  # what samples of map-style datasets are seeded by
         self.val_loaders: Sequence[Any] = ()  # whose generators are saved and restored
         self._device = torch.device("cpu")
         self._passes: list[LoaderPasses] = []
@@ -95,11 +93,7 @@ class DataPosition:
     ) -> Iterator[tuple[Any, int, int, str]]:
         """Iterate over the batches of this epoch that were not trained on yet."""
         self._device = device
-        seed = self.per_sample_seed
-        if seed is not None:
-            _check_indices(stream)
-        keys = [None if seed is None else (seed, self.epoch, i) for i in range(len(stream.names))]
-        self._passes = list(map(make_passes, stream.loaders, stream.names, keys))
+        self._passes = list(map(make_passes, stream.loaders, stream.names))
         self._generators = generators_of(stream.loaders)
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"]:
@@ -167,11 +161,11 @@ class DataPosition:
             if getattr(passes.loader, "num_workers", 0)
             and (before["has_workers"] or (before["pass"] and n != length_of(passes.loader)))
         ]
-        if restarted and self.per_sample_seed is None:
+        if restarted:
             log.warning(
                 "Random numbers that datasets draw in worker processes are not restored, only the "
                 "order of the samples is. This concerns the train loaders %s, if their samples "
-                "are random. fit(..., per_sample_seed=True) makes such samples exact.",
+                "are random. A dataset that seeds its random numbers by index makes them exact.",
                 listed(restarted),
             )
         late = [passes.name for passes in self._passes if passes.draws_late]
@@ -240,20 +234,6 @@ class _ReplayedPasses:
         """End a pass; those that are repeated have ended before."""
         if not self.is_replay:
             self._passes.end(length)
-
-
-def _check_indices(stream: Stream) -> None:
-    streamed = [
-        name
-        for name, loader in zip(stream.names, stream.loaders, strict=True)
-        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    ]
-    if streamed:
-        raise TrainingError(
-            f"per_sample_seed needs samples with an index, and the datasets of these train "
-            f"loaders are iterable-style: {listed(streamed)}. Use map-style datasets, or "
-            "train with per_sample_seed=False."
-        )
 
 
 # -- comparing a saved position with the loaders, before anything is restored ----------------------

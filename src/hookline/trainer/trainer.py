@@ -194,7 +194,6 @@ class Trainer:
         self._metrics: list[Mapping[str, Any]] = []  # the same
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
         self._drops_gradients = False  # whether this step leaves none, also for later steps
-        self._seeds_samples = False
         self.stop_signal: str | None = None  # that asked the last run to end, as "SIGTERM"
         self.token_count = TokenCount(
             count_tokens if counts_itself else count and make_counter(count)
@@ -556,7 +555,6 @@ class Trainer:
         *,
         resume_from: Any = None,
         fork_from: Any = None,
-        per_sample_seed: bool = False,
         strict: bool = True,
     ) -> Trainer:
         """Train.
@@ -572,13 +570,9 @@ class Trainer:
                 unfinished run with the same configuration, or a new run if there is none.
             fork_from: the folder of a run or checkpoint from which a new run starts, with the
                 settings of this trainer where they differ.
-            per_sample_seed: seed the random numbers that a dataset uses for each sample, from the
-                run's seed, the epoch and the sample's index: a resumed run then has the same
-                augmentation also in workers.
             strict: raise if the checkpoint to resume from does not fit, after listing all
                 differences; False loads what fits and lists the rest.
         """
-        check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
         check_flag("fit(…, strict=…)", strict)
         if resume_from is not None:
             resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
@@ -596,7 +590,6 @@ class Trainer:
             for stream in (self.train_data, self.val_data if validates else None):
                 if stream is not None:
                     stream.check_restartable(self.max_epochs or 1)
-        self._seeds_samples = per_sample_seed
         settings = self.config.checkpoints
         requests = self.loop.requests = ControlRequests(settings.grace_seconds)
         with SignalWatch(requests, settings.signals):
@@ -653,8 +646,6 @@ class Trainer:
             restored, parent = fork(self, fork_from)
         elif resume_from is not None:
             restored, self.compared_settings = resume(self, identity, resume_from, strict=strict)
-        if self._seeds_samples:
-            self.position.per_sample_seed = config.seed or 0
         started = processes.call_on_main(lambda: start_record(self, identity, restored, parent))
         run = loop.record.run
         context.run = RemoteRun(*started) if started and run is None else run

@@ -106,7 +106,6 @@ def verify(
     steps: int | None = None,
     *,
     watch: Watch | None = None,
-    per_sample_seed: bool = False,
     strict: bool = True,
 ) -> Report:
     """Check that a training run is reproducible, resumes exactly, and that hooks only observe.
@@ -125,7 +124,6 @@ def verify(
         steps: How many steps to train; by default one and a half epochs if an epoch has at most 40
             steps, else 20.
         watch: Called with what is being checked, the step, and the number of steps.
-        per_sample_seed: As in `Trainer.fit`.
         strict: As in `Trainer.fit`.
     """
     if isinstance(make_trainer, type):
@@ -139,9 +137,8 @@ def verify(
             raise ConfigError(
                 f"steps is {show_value(steps)}; expected 2 or more, to resume in between."
             )
-    options = {"per_sample_seed": per_sample_seed, "strict": strict}
     with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
-        runs = TrainingRuns(make_trainer, Path(folder), watch, options)
+        runs = TrainingRuns(make_trainer, Path(folder), watch, strict=strict)
         return _Verification(runs, steps or _choose_steps(runs)).report()
 
 

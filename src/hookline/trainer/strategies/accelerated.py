@@ -19,7 +19,6 @@ from hookline.trainer.strategies.several_processes import GradientSync, check_sc
 from hookline.trainer.strategies.single_process import SingleProcess
 
 _SUPPORTED = "Supported are a single process, DDP, and FSDP2 (fsdp_version 2)."
-_OTHER_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}  # Accelerate's name, and ours
 
 
@@ -261,25 +260,19 @@ def _unsupported(accelerator: Any) -> str | None:
     state, kind = accelerator.state, accelerator.distributed_type.value
     parallel = getattr(state, "parallelism_config", None)
     uses_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    precision = accelerator.mixed_precision
-    found = {
-        _OTHER_ENGINES.get(kind, ""): kind in _OTHER_ENGINES,
-        "FSDP 1": kind == "FSDP" and not accelerator.is_fsdp2,
-        "FSDP2 with fp16, whose overflow each process would notice on its own": (
-            accelerator.is_fsdp2 and precision == "fp16"
-        ),
-        "an FSDP plugin on the CPU, where Accelerate ignores it (strategy='fsdp' shards)": (
-            kind == "MULTI_CPU" and uses_fsdp
-        ),
-        **{
-            f"tensor, context or sequence parallelism ({name}_size above 1)": (
-                getattr(parallel, f"{name}_enabled", False)
-            )
-            for name in ("tp", "cp", "sp")
-        },
-        f"mixed_precision='{precision}'": precision not in _PRECISIONS,
-        "a dynamo plugin (give the trainer a model that torch.compile has compiled)": (
-            state.dynamo_plugin.backend.value != "NO"
-        ),
-    }
-    return next((what for what, applies in found.items() if applies), None)
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"):
+        return {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}[kind]
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        return "FSDP 1"
+    if accelerator.is_fsdp2 and accelerator.mixed_precision == "fp16":
+        return "FSDP2 with fp16, whose overflow each process would notice on its own"
+    if kind == "MULTI_CPU" and uses_fsdp:
+        return "an FSDP plugin on the CPU, where Accelerate ignores it (strategy='fsdp' shards)"
+    for name in ("tp", "cp", "sp"):
+        if getattr(parallel, f"{name}_enabled", False):
+            return f"tensor, context or sequence parallelism ({name}_size above 1)"
+    if accelerator.mixed_precision not in _PRECISIONS:
+        return f"mixed_precision='{accelerator.mixed_precision}'"
+    if state.dynamo_plugin.backend.value != "NO":
+        return "a dynamo plugin (give the trainer a model that torch.compile has compiled)"
+    return None
