@@ -130,7 +130,7 @@ def wait_for(what: str, log: Path, job: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="the job is for Slurm")
 def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert run_in_process("init", ".", "--slurm", cwd=tmp_path).returncode == 0

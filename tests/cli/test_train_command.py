@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,12 @@ def test_train_from_python(project: Path) -> None:
     }
 
 
-def test_check_shows_what_would_be_trained_and_trains_nothing(project: Path) -> None:
+def test_check_shows_what_would_be_trained_and_trains_nothing(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sorted(project.iterdir())
-    done = run_in_process("check", "train.yaml", PYTHONDONTWRITEBYTECODE="1", cwd=project)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    done = run_in_process("check", "train.yaml", cwd=project)
     assert done.returncode == 0, done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:-1])
     assert lines["model"] == "Net, 43 parameters"

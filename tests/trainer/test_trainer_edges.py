@@ -75,6 +75,32 @@ def test_a_fit_after_a_failed_one_is_clean(tmp_path):
     assert trainer.step == 1
 
 
+def test_a_run_with_an_option_that_is_gone_and_was_off_is_found_again(tmp_path):
+    fails = [True]
+
+    class Saves(hookline.Hook):
+        critical = True
+
+        def on_step_end(self, trainer, step):
+            trainer.save_checkpoint()
+            if step == 2 and fails.pop():
+                raise ZeroDivisionError
+
+    def trainer():
+        return Trainer(config(runs=tmp_path, max_steps=4, seed=1), *make(), hooks=[Saves()])
+
+    first = trainer()
+    with pytest.raises(hookline.HookFailedError):
+        first.fit(batches(4))
+    file = first.run.path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["config"]["fast_forward"] = False
+    file.write_text(json.dumps(manifest))
+    fails.append(False)
+    again = trainer().fit(batches(4), resume_from="auto")
+    assert (again.run.id, again.step) == (first.run.id, 4)
+
+
 def test_the_record_says_why_training_stopped_and_which_hooks_were_toggled(tmp_path):
     class Stops(hookline.Hook):
         def on_step_end(self, trainer):

@@ -231,11 +231,14 @@ def _find_isolating_flag(command: list[str]) -> str | None:
     """Return the option of a Python interpreter that keeps `sitecustomize` from being run."""
     if not _PYTHON.fullmatch(Path(command[0]).name):
         return None
-    for option in command[1:]:
-        if not option.startswith("-"):
-            break
-        if found := _ISOLATING.fullmatch(option):
+    options = iter(command[1:])
+    for option in options:
+        if option in ("-W", "-X"):
+            next(options, None)  # its value
+        elif found := _ISOLATING.fullmatch(option):
             return f"-{found[1]}"
+        elif not option.startswith("-"):
+            break
     return None
 
 
