@@ -141,6 +141,18 @@ def test_persistent_workers_that_were_reused_in_the_middle_of_an_epoch(tmp_path,
     assert resume_equals(tmp_path, loader, at, event, max_epochs=3)
 
 
+def test_persistent_workers_of_a_loader_that_comes_later_in_the_resumed_epoch(tmp_path):
+    def run(hooks, resume_from=None):
+        loaders = {"a": shuffled(), "b": persistent()}
+        return train(tmp_path, loaders, {}, hooks, resume_from=resume_from)
+
+    whole = run([SaveAt(12, "on_epoch_end")])
+    folder = whole.run.path / "checkpoints"
+    run([SaveAt(14)], folder / "step_000012")
+    resumed = run([], folder / "step_000014")
+    assert same(weights(resumed.model), weights(whole.model))
+
+
 def test_random_numbers_in_workers_are_not_restored_and_it_is_said_once(tmp_path, caplog):
     def loader():
         return persistent(RandomTransform(*dataset().tensors))

@@ -114,7 +114,7 @@ def progress_bar() -> Generator[Callable[[str, int, int], None]]:
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("")
 
         def update(label: str, done: int, total: int) -> None:

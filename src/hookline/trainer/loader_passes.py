@@ -176,7 +176,7 @@ class DataLoaderPasses(LoaderPasses):
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
         self._has_indices = not isinstance(loader.dataset, IterableDataset)
-        self._had_workers = False  # in the run that is resumed, after its latest pass
+        self._had_workers = False  # in the run that is resumed, before its next pass
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._sampler = IndexSampler(sampler, self._generators, ahead)
@@ -190,7 +190,7 @@ class DataLoaderPasses(LoaderPasses):
         self._sampler.begin()
         if self._had_workers:  # the seed of new ones is not drawn from the run's random numbers
             self._had_workers = False
-            return self._iterate(torch.Generator())
+            return self._iterate(_copy_of_generator(self._start))
         return self._iterate(self.loader.generator)
 
     def indices_of(self, batch_idx: int) -> Any:
@@ -224,15 +224,25 @@ class DataLoaderPasses(LoaderPasses):
         self._start = dict(saved["start"])
         self._sampler.begin()
         self.draws_late = self._sampler.load_state_dict(saved["indices"], delivered)
-        seed = torch.Generator()  # of the workers, as it was when the pass began
-        seed.set_state(saved["start"]["random"]["torch"].cpu())
-        return lambda: self._iterate(seed)
+        return lambda: self._iterate(_copy_of_generator(saved["start"]))
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the next pass reuses workers, or starts again those of a run that is resumed."""
+        return self._had_workers or super().has_workers
 
     def restore_workers(self, has_workers: bool) -> None:
         """Remember that the next pass draws no seed if the loader had workers, or remove them."""
         if not has_workers:
             self.loader._iterator = None
-        self._had_workers = has_workers and not self.has_workers
+        self._had_workers = has_workers and self.loader._iterator is None
+
+
+def _copy_of_generator(state: Mapping[str, Any]) -> torch.Generator:
+    """Return a copy of torch's global generator in a state, which draws the seed of workers."""
+    generator = torch.Generator()
+    generator.set_state(state["random"]["torch"].cpu())
+    return generator
 
 
 def _repeat(items: Iterator[Any], n: int, what: str, *, keep: int = 0) -> tuple[deque[Any], bool]:
