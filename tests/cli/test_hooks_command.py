@@ -190,14 +190,6 @@ def test_what_nobody_expected_is_a_line_that_says_where_and_how_to_see_more(
         assert "AttributeError" in done.stderr
 
 
-def test_a_narrow_terminal_gets_lines_that_are_folded_at_words() -> None:
-    variables = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "70"}
-    folded = hookline("hooks", **variables).stdout
-    assert max(map(len, folded.splitlines())) <= 70
-    assert "\n" + " " * 29 in folded  # under the last column
-    assert folded.split() == hookline("hooks").stdout.split()
-
-
 PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encoding="utf-8")
 
 

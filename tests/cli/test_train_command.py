@@ -221,7 +221,7 @@ NOISY_DATA = "data.train={class_path: noisy.Noisy, loader: {batch_size: 2, num_w
 
 def test_check_finds_silent_bugs_that_a_batch_shows(project: Path) -> None:
     (project / "noisy.py").write_text(NOISY)
-    done = run_in_process("check", "train.yaml", NOISY_DATA, cwd=project)
+    done = run_hookline("check", "train.yaml", NOISY_DATA, cwd=project)
     assert done.returncode == 1
     assert "Lint: error workers-share-random-numbers at step 1: DataLoader of Noisy" in done.stderr
     assert "    Fix: Make the generator in each worker" in done.stderr

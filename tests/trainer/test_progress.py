@@ -122,29 +122,6 @@ def test_the_bar_fits_into_every_terminal(width: int) -> None:
     assert all(len(line) <= width for line in re.split(r"[\r\n]", shown(stream)))
 
 
-def test_unknown_totals_show_no_percentage_and_no_time_left() -> None:
-    display, stream, clock = bar()
-    display.start(epochs=None, steps=None)
-    display.epoch(0, None)
-    run(display, clock, 10, seconds=2.0)
-    display.end("completed", None)
-    assert "step 10  loss 2.5000  2.0 s/step" in shown(stream)
-    assert "left" not in shown(stream)
-    assert "%" not in shown(stream)
-
-
-@pytest.mark.parametrize("make", [plain, bar])
-def test_end_without_start_and_a_second_end_show_nothing(make: Any) -> None:
-    display, stream, _ = make()
-    display.end("error", Summary(1.0, (hook("watch"),)))
-    assert stream.getvalue() == ""
-    display.start(epochs=1, steps=1)
-    display.end("completed", None)
-    before = stream.getvalue()
-    display.end("completed", None)
-    assert stream.getvalue() == before
-
-
 @pytest.mark.parametrize("make", [plain, bar])
 def test_validation_and_messages_are_lines_of_their_own(make: Any) -> None:
     display, stream, clock = make()
