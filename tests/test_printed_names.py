@@ -182,9 +182,7 @@ COMMANDS: dict[str, Callable[[Folder], list[Any]]] = {
     "runs show": lambda f: ["runs", "show", f.run],
     "runs diff": lambda f: ["runs", "diff", f.run, f.plain],
     "checkpoints list": lambda f: ["checkpoints", "list", f.run],
-    "checkpoints show": lambda f: ["checkpoints", "show", f.run],
     "checkpoints verify": lambda f: ["checkpoints", "verify", f.run],
-    "checkpoints prune": lambda f: ["checkpoints", "prune", f.run, "--keep-last", "1"],
     "checkpoints export": lambda f: ["checkpoints", "export", f.run, "--force"],
 }
 
@@ -198,7 +196,7 @@ def test_names_in_files_are_printed_clean(folder: Folder, command: str) -> None:
 
 
 @pytest.mark.soak(every=2)
-@pytest.mark.parametrize("command", ["runs show", "runs diff", "checkpoints show"])
+@pytest.mark.parametrize("command", ["runs show", "runs diff", "checkpoints list"])
 def test_names_are_clean_and_markup_is_literal_on_a_terminal(
     folder: Folder, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

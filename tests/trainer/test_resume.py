@@ -64,7 +64,7 @@ def shuffled(own_generator: bool):
 
 @pytest.mark.parametrize("own_generator", [False, True], ids=["global", "generator"])
 @pytest.mark.parametrize("at", [1, 4, 6, 7, 12], ids=lambda at: f"step{at}")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp16", marks=pytest.mark.soak)])
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, at, own_generator, precision):
     fields = {"max_epochs": 3, "seed": 7, "precision": precision, "clip_norm": 1.0}
     model, optimizer, scheduler = parts()

@@ -74,36 +74,20 @@ def show_hook(
         _show(_as_text(facts))
 
 
-def events(as_json: Json = False) -> None:
+def events() -> None:
     """List all events: when each occurs, its aliases, and the arguments that hooks may declare.
 
     Example: **hookline events**
     """
-    from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument
+    from hookline.events import COMMON, EVENTS, LOOP_MAP
 
-    def arguments(given: Iterable[Argument]) -> list[dict[str, Any]]:
-        return [{"name": a.name, "aliases": list(a.aliases), "meaning": a.doc} for a in given]
-
-    listed: list[dict[str, Any]] = [
-        {
-            "name": event.name,
-            "aliases": list(event.aliases),
-            "when": event.doc,
-            "arguments": arguments(event.own),
-        }
-        for event in EVENTS.values()
-    ]
-    common = arguments(COMMON)
-    if as_json:
-        print_json({"events": listed, "common": common, "loop": LOOP_MAP})
-        return
     lines = ["The loop", "", textwrap.indent(LOOP_MAP.rstrip(), "  "), "", "Events", ""]
-    for one in listed:
-        lines += [f"  {_with_aliases(one)}", f"      {one['when']}"]
-        if one["arguments"]:
-            asks = ", ".join(_with_aliases(a) for a in one["arguments"])
-            lines.append(_wrapped(f"own arguments: {asks}", "      "))
-    lines += ["", "Every event also has", "", _columns((a["name"], a["meaning"]) for a in common)]
+    for event in EVENTS.values():
+        lines += [f"  {_with_aliases(event)}", f"      {event.doc}"]
+        if event.own:
+            own = ", ".join(map(_with_aliases, event.own))
+            lines.append(_wrapped(f"own arguments: {own}", "      "))
+    lines += ["", "Every event also has", "", _columns((one.name, one.doc) for one in COMMON)]
     lines += ["", "A hook receives the arguments that its method declares, such as"]
     lines += ["    def on_step_end(self, step, loss): …"]
     _show("\n".join(lines))
@@ -186,9 +170,9 @@ def _options(options: list[dict[str, Any]]) -> str:
 # -- text -----------------------------------------------------------------------------------------
 
 
-def _with_aliases(one: dict[str, Any]) -> str:
-    aliases = f" ({', '.join(one['aliases'])})" if one["aliases"] else ""
-    return f"{one['name']}{aliases}"
+def _with_aliases(one: Any) -> str:
+    """Return an event or argument with its other names."""
+    return f"{one.name} ({', '.join(one.aliases)})" if one.aliases else one.name
 
 
 def _wrapped(text: str, indent: str) -> str:

@@ -39,7 +39,6 @@ def report(
     ] = None,
     folder: RunsFolder = None,
     as_json: Json = False,
-    opens: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
     """Write a report of one or several runs: one HTML file that needs no network.
 
@@ -50,10 +49,10 @@ def report(
 
     Example: **hookline report 20261115-210655-3f9c7b -o report.html**
 
-    Example: **hookline report 20261115-21 20261115-22 -o both.html --open**
+    Example: **hookline report 20261115-21 20261115-22 -o both.html**
     """
     check_runs_folder(folder)
-    if out is None and (opens or not as_json):
+    if out is None and not as_json:
         out = Path("report.html")
     if out is not None:
         _check_out(out)
@@ -77,10 +76,6 @@ def report(
             left_out = [f"left out: {line}" for line in facts["left_out"]]
             show_lines([f"run {facts['id']}", *describe_facts(facts), *left_out])
         show_lines([f"report  {written}"])
-    if opens and written is not None:
-        import webbrowser
-
-        webbrowser.open(written.absolute().as_uri())
 
 
 def _check_out(out: Path) -> None:

@@ -51,7 +51,6 @@ BUILT_INS: Mapping[str, str] = {
     "mask": "hookline.updates.stateless.Mask",
     "clip_norm": "hookline.updates.stateless.ClipNorm",
     "clip_value": "hookline.updates.stateless.ClipValue",
-    "agc": "hookline.updates.stateless.AGC",
     "centralize": "hookline.updates.stateless.Centralize",
     "noise": "hookline.updates.stateful.Noise",
     "ema_filter": "hookline.updates.stateful.EMAFilter",

@@ -247,11 +247,6 @@ class TrainerConfig(Config):
     validate_every_steps: PositiveInt | None = None
     sanity: bool = Field(default=False, description="also validate before training")
     loaders: MixConfig = Field(default_factory=MixConfig)
-    fast_forward: bool = Field(
-        default=False,
-        description="when resuming within an epoch, load the batches before the checkpoint again "
-        "and drop them, also those of iterators",
-    )
     seed: int | None = Field(
         default=None,
         ge=-(2**63),
@@ -267,10 +262,10 @@ class TrainerConfig(Config):
         "if plotly is installed (`hookline[report]`)",
     )
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
+    progress: Literal["auto", "bar", "plain", "off"] | bool = Field(
         default="auto",
-        description="`auto`: a bar in a terminal, a display in Jupyter, and plain lines elsewhere; "
-        "True is `auto`, False is `off`, which prints nothing, not even the run's folder",
+        description="`auto`: a bar in a terminal, and plain lines elsewhere; True is `auto`, False "
+        "is `off`, which prints nothing, not even the run's folder",
     )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)

@@ -86,10 +86,11 @@ def find_unfinished_run(
 
 def _is_same(manifest: Mapping[str, Any], identity: Mapping[str, Any]) -> bool:
     """Return whether the run with this manifest trains the same."""
+    pairs = [(_select(identity, name), _select(manifest, name)) for name in identity]
     return all(
-        canonical_json(_leave_out_new(_select(identity, name), _select(manifest, name)))
-        == canonical_json(_select(manifest, name))
-        for name in identity
+        canonical_json(_leave_out_unknown(mine, saved))
+        == canonical_json(_leave_out_unknown(saved, mine))
+        for mine, saved in pairs
     )
 
 
@@ -108,24 +109,24 @@ def _select(manifest: Mapping[str, Any], name: str) -> Any:
     return kept if trainer is config else {**config, "trainer": kept}
 
 
-def _leave_out_new(value: Any, saved: Any) -> Any:
-    """Return a value without options that are off, and that an older version did not know."""
-    if isinstance(value, Mapping) and isinstance(saved, Mapping):
+def _leave_out_unknown(value: Any, other: Any) -> Any:
+    """Return a value without options that are off, and that the other's version does not know."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
         return {
-            name: _leave_out_new(one, saved.get(name))
+            name: _leave_out_unknown(one, other.get(name))
             for name, one in value.items()
-            if name in saved or one
+            if name in other or one
         }
-    if isinstance(value, list) and isinstance(saved, list) and len(value) == len(saved):
-        return [_leave_out_new(one, other) for one, other in zip(value, saved, strict=True)]
+    if isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        return [_leave_out_unknown(*pair) for pair in zip(value, other, strict=True)]
     return value
 
 
 def _list_differences(identity: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     """Return what differs between this training and the run with this manifest."""
     saved = {name: _select(manifest, name) for name in identity}
-    mine = {name: _leave_out_new(_select(identity, name), saved[name]) for name in identity}
-    sides = [mine, saved]
+    mine = {name: _leave_out_unknown(_select(identity, name), saved[name]) for name in identity}
+    sides = [mine, {name: _leave_out_unknown(value, mine[name]) for name, value in saved.items()}]
     here, there = (
         {**_mapping(side.pop("config", None)), **_mapping(side.pop("training", None))}
         | {"hooks": _by_name(side.pop("hooks", None))}

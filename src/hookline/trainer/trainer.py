@@ -194,7 +194,6 @@ class Trainer:
         self._metrics: list[Mapping[str, Any]] = []  # the same
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
         self._drops_gradients = False  # whether this step leaves none, also for later steps
-        self._seeds_samples = False
         self.stop_signal: str | None = None  # that asked the last run to end, as "SIGTERM"
         self.token_count = TokenCount(
             count_tokens if counts_itself else count and make_counter(count)
@@ -556,7 +555,6 @@ class Trainer:
         *,
         resume_from: Any = None,
         fork_from: Any = None,
-        per_sample_seed: bool = False,
     ) -> Trainer:
         """Train.
 
@@ -571,11 +569,7 @@ class Trainer:
                 unfinished run with the same configuration, or a new run if there is none.
             fork_from: the folder of a run or checkpoint from which a new run starts, with the
                 settings of this trainer where they differ.
-            per_sample_seed: seed the random numbers that a dataset uses for each sample, from the
-                run's seed, the epoch and the sample's index: a resumed run then has the same
-                augmentation also in workers.
         """
-        check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
         if resume_from is not None:
             resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
         if fork_from is not None:
@@ -592,7 +586,6 @@ class Trainer:
             for stream in (self.train_data, self.val_data if validates else None):
                 if stream is not None:
                     stream.check_restartable(self.max_epochs or 1)
-        self._seeds_samples = per_sample_seed
         settings = self.config.checkpoints
         requests = self.loop.requests = ControlRequests(settings.grace_seconds)
         with SignalWatch(requests, settings.signals):
@@ -626,7 +619,7 @@ class Trainer:
         context.restart()
         context.validated = {}
         self.token_count.restart()
-        self.position = DataPosition(fast_forward=config.fast_forward)
+        self.position = DataPosition()
         self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
         loop.state.restored_position = self.stop_signal = None
         self.epoch_progress = EpochProgress(sanity_due=config.sanity)
@@ -649,8 +642,6 @@ class Trainer:
             restored, parent = fork(self, fork_from)
         elif resume_from is not None:
             restored, self.compared_settings = resume(self, identity, resume_from)
-        if self._seeds_samples:
-            self.position.per_sample_seed = config.seed or 0
         started = processes.call_on_main(lambda: start_record(self, identity, restored, parent))
         run = loop.record.run
         context.run = RemoteRun(*started) if started and run is None else run
