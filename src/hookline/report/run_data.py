@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.report.page_media import Media
-from hookline.report.series import SampledSeries
+from hookline.report.series import SampledSeries, Scalar
 from hookline.runs.jsonl_reader import JsonlReader
-from hookline.runs.metric_values import Scalar, read_scalars
 from hookline.runs.reader import OpenedRun
 
 MAX_SERIES = 20_000
 _MAX_PENDING = 200_000  # values that are kept before they are sampled
+_PROGRESS = 5_000  # values
 _MAX_BUCKETS = 2_000_000  # of all series together: about 100 MB
 _MAX_PER_SERIES = 2_000
 _MAX_EVENTS = 2_000  # of one kind
@@ -41,7 +41,6 @@ _FIELDS = {
     "lint": ("steps", "checks", "left_out"),
     "stop": ("step", "by", "reason"),
     "signal": ("step", "signal"),
-    "trackers": ("missing",),
     "end": (
         *("step", "status", "reason", "error", "traceback"),
         *("skipped_steps", "tokens_seen", "times", "hooks"),
@@ -94,36 +93,36 @@ def read_run(run: OpenedRun, progress: Progress | None = None) -> RunData:
 
 
 def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None) -> list[str]:
-    pending: dict[bytes, list[Scalar]] = {}
+    pending: dict[str, list[Scalar]] = {}
     has_more = False
-    count = done = 0
+    count = 0
     limit = _MAX_PER_SERIES
     size = _size_of(data)
-    for block_size, scalars in read_scalars(reader, data.media.add):
-        for row in scalars:
-            rows = pending.get(row[2])
-            if rows is None:
-                if len(pending) >= MAX_SERIES:
-                    has_more = True
-                    continue
-                rows = pending[row[2]] = []
-            rows.append(row)
-        count += len(scalars)
-        if count >= _MAX_PENDING:
+    for record in reader:
+        if record["kind"] != "scalar":
+            data.media.add(record)
+            continue
+        rows = pending.get(record["name"])
+        if rows is None:
+            if len(pending) >= MAX_SERIES:
+                has_more = True
+                continue
+            rows = pending[record["name"]] = []
+        rows.append((record.get("step"), record.get("time"), float(record["value"])))
+        count += 1
+        if count % _MAX_PENDING == 0:
             limit = _sample(data, pending, limit)
-            count = 0
-        done += block_size
-        if progress is not None:
-            progress(done, max(size, done))
+        if progress is not None and count % _PROGRESS == 0:
+            progress(reader.position, max(size, reader.position))
     _sample(data, pending, limit)
     return [f"metrics.jsonl: the series after the first {MAX_SERIES:,}"] if has_more else []
 
 
-def _sample(data: RunData, pending: dict[bytes, list[Scalar]], limit: int) -> int:
+def _sample(data: RunData, pending: dict[str, list[Scalar]], limit: int) -> int:
     """Move the pending values to the series; return how many buckets a series may have."""
-    for encoded, rows in pending.items():
+    for name, rows in pending.items():
         if rows:
-            data.series.setdefault(json.loads(encoded), SampledSeries()).add(rows, limit)
+            data.series.setdefault(name, SampledSeries()).add(rows, limit)
             rows.clear()
     while limit > 50 and sum(map(len, data.series.values())) > _MAX_BUCKETS:
         limit //= 2
