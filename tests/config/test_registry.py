@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from typing import ClassVar
 
 import pytest
 import torch
 from loops import batches, make
-from packages import describe_package
 
 import hookline
 from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
 from hookline.config.hook_items import make_hook
 from hookline.config.hook_names import (
-    known_hooks,
     load_class,
-    load_hook_class,
 )
 from hookline.config.registry import HookRegistry
 
@@ -252,48 +248,6 @@ def test_a_module_with_an_error_of_its_own_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"'half_written' could not be imported \(SyntaxError"):
         load_class("half_written.Hook")
-
-
-# -- installed packages ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(site, monkeypatch):
-    monkeypatch.syspath_prepend(site)
-    yield
-    sys.modules.pop("acme_hooks", None)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_package_adds_hooks_by_being_installed(tmp_path):
-    registry = HookRegistry(
-        {"loop": [{"name": "loss_ceiling", "ceiling": 0.0}], "update": ["gradient_sign"]}
-    )
-    assert registry.list_hooks() == ["loss_ceiling", "gradient_sign"]
-    assert known_hooks()["loss_ceiling"].package == "acme-hooks"
-    fields = HooksConfig(
-        hook_classes=["loss_ceiling", "gradient_sign"],
-        hook_configs={"loss_ceiling": {"ceiling": 0.0}},
-    )
-    config = TrainerConfig(runs=tmp_path, progress="off", hooks=fields)
-    trainer = Trainer(config, *make(), loss_fn=torch.nn.functional.mse_loss).fit(batches(5))
-    assert (trainer.status, trainer.step) == ("stopped", 1)
-
-
-def test_a_built_in_keeps_its_name(tmp_path, monkeypatch):
-    describe_package(tmp_path, "rival", {"ema": f"{__name__}:Scheduled"})
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load_hook_class("ema") is hookline.EMA
-    assert known_hooks()["ema"].package == "hookline"
-
-
-def test_a_name_of_two_packages_is_an_error_with_the_class_paths(tmp_path, monkeypatch):
-    describe_package(tmp_path, "one", {"same": f"{__name__}:Scheduled"})
-    describe_package(tmp_path, "two", {"same": f"{__name__}:Times"})
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="Several packages have a hook 'same'") as error:
-        load_hook_class("same")
-    assert f"'{__name__}.Scheduled', '{__name__}.Times'" in str(error.value)
 
 
 # -- toggles --------------------------------------------------------------------------------------

@@ -63,17 +63,13 @@ class KeptWithProcess(Kept):
         super().log(values)
 
 
-def test_a_config_file_has_built_in_trackers_and_those_of_packages(project, site):
+def test_a_config_file_has_built_in_trackers(project):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    write_config(project, "tensorboard, {name: acme_lines, file: out.txt}")
-    done = run_hookline("train", "train.yaml", cwd=project, PYTHONPATH=str(site))
+    write_config(project, "tensorboard")
+    done = run_hookline("train", "train.yaml", cwd=project)
     assert done.returncode == 0, done.stderr
     (folder,) = (project / "runs").iterdir()
-    record = list(read_records(folder / "metrics.jsonl"))
-    lines = [f"{r['step']} {r['name']} {r['value']}" for r in record]
-    assert (project / "out.txt").read_text().splitlines() == [*lines, "completed"]
-    assert Run.open(folder).manifest["trackers"]["acme_lines"] == {"file": "out.txt"}
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]

@@ -177,8 +177,9 @@ def _parse_yaml(text: str) -> ParsedFile:
 
 def _construct(node: Any, key: Key, lines: dict[Key, int | None]) -> Any:
     """Return the plain value of a node, and add the lines of its keys."""
-    line = max(_line(node), lines.get(key) or 0)  # of an alias, the line is that of the anchor
-    lines[key] = line
+    line = _line(node)
+    if isinstance(node, yaml.ScalarNode) or key not in lines:  # else the line of the key counts
+        line = lines[key] = max(line, lines.get(key) or 0)  # that of an alias is its anchor's
     if len(lines) > MAX_VALUES:  # aliases can multiply them
         raise _too_many(line)
     if len(key) > MAX_DEPTH:
@@ -195,7 +196,8 @@ def _construct(node: Any, key: Key, lines: dict[Key, int | None]) -> Any:
     try:
         return _SCALARS[kind](node.value)
     except (ValueError, KeyError):
-        text = f"{format_value(node.value, key)} is not a valid {kind}."
+        digits = " It has too many digits." if len(node.value) > 500 else ""
+        text = f"{format_value(node.value, key)} is not a valid {kind}.{digits}"
         raise _ParseError(text, line) from None
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +13,6 @@ from hookline.runs.reader import OpenedRun
 
 MAX_SERIES = 20_000
 _MAX_PENDING = 200_000  # values that are kept before they are sampled
-_PROGRESS = 5_000  # values
 _MAX_BUCKETS = 2_000_000  # of all series together: about 100 MB
 _MAX_PER_SERIES = 2_000
 _MAX_EVENTS = 2_000  # of one kind
@@ -48,7 +45,6 @@ _FIELDS = {
 }
 
 Event = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -80,24 +76,23 @@ class RunData:
         return ends[-1] if ends else None
 
 
-def read_run(run: OpenedRun, progress: Progress | None = None) -> RunData:
-    """Read a run, whatever state it is in; `progress` gets the bytes read, and all bytes."""
+def read_run(run: OpenedRun) -> RunData:
+    """Read a run, whatever state it is in."""
     data = RunData(run, run.overview(), run.manifest, checkpoints=run.checkpoints())
     growing = data.overview["status"] == "training"
     metrics = JsonlReader(run.path / "metrics.jsonl", growing=growing)
     events = JsonlReader(run.path / "events.jsonl", growing=growing)
-    left_out = _read_metrics(data, metrics, progress)
+    left_out = _read_metrics(data, metrics)
     _read_events(data, events)
     data.left_out = run.collect_damage([metrics, events]) + left_out
     return data
 
 
-def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None) -> list[str]:
+def _read_metrics(data: RunData, reader: JsonlReader) -> list[str]:
     pending: dict[str, list[Scalar]] = {}
     has_more = False
     count = 0
     limit = _MAX_PER_SERIES
-    size = _size_of(data)
     for record in reader:
         if record["kind"] != "scalar":
             data.media.add(record)
@@ -112,8 +107,6 @@ def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None)
         count += 1
         if count % _MAX_PENDING == 0:
             limit = _sample(data, pending, limit)
-        if progress is not None and count % _PROGRESS == 0:
-            progress(reader.position, max(size, reader.position))
     _sample(data, pending, limit)
     return [f"metrics.jsonl: the series after the first {MAX_SERIES:,}"] if has_more else []
 
@@ -129,13 +122,6 @@ def _sample(data: RunData, pending: dict[str, list[Scalar]], limit: int) -> int:
         for series in data.series.values():
             series.shrink(limit)
     return limit
-
-
-def _size_of(data: RunData) -> int:
-    try:
-        return os.lstat(data.run.path / "metrics.jsonl").st_size
-    except OSError:
-        return 0
 
 
 def _read_events(data: RunData, reader: JsonlReader) -> None:

@@ -50,7 +50,6 @@ class JsonlReader:
         self._file = file
         self._is_events = file.name == "events.jsonl"
         self._growing = growing
-        self.position = 0  # the bytes read so far
         self._lines = 0
         self._damaged = 0
         self._first_damaged: list[str] = []
@@ -75,7 +74,6 @@ class JsonlReader:
                     is_complete = block.endswith(b"\n")
                     if not is_complete:
                         block = block[: block.rfind(b"\n") + 1]
-                    self.position = file.tell()
                     if block:
                         yield block
                     if self._damaged > _MAX_DAMAGED:
