@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 from commands import run_hookline, run_in_process
-from packages import describe_package
 
 import hookline as library
 from hookline.config.hook_names import BUILT_INS, PROBES, load_hook_class
@@ -51,29 +50,6 @@ def test_all_hooks_are_listed_with_kind_and_purpose_in_groups() -> None:
     assert "Transform gradients" in headings
     assert "hookline hooks show NAME" in headings[-1]
     assert "\x1b" not in done.stdout
-
-
-def test_the_hooks_of_an_installed_package_are_listed_and_shown(site: Path) -> None:
-    done = hookline("hooks", path=site)
-    assert "From the package acme-hooks\n" in done.stdout
-    assert re.search(r"^  loss_ceiling +loop +Stops training when", done.stdout, re.MULTILINE)
-    assert re.search(r"^  gradient_sign +update +Keeps only the", done.stdout, re.MULTILINE)
-    shown = hookline("hooks", "show", "loss_ceiling", path=site).stdout
-    assert "from acme_hooks import LossCeiling" in shown
-    assert "ceiling: float (default 100.0)" in shown
-
-
-def test_a_package_that_is_broken_does_not_hide_the_others(tmp_path: Path) -> None:
-    points = {"gone": "not_there:Hook", "odd": "os.path:join"}
-    describe_package(tmp_path, "broken", points)
-    done = hookline("hooks", path=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^  gone +\? +'not_there.Hook': There is no", done.stdout, re.MULTILINE)
-    assert re.search(r"^  odd +\? +'odd' is not a hook", done.stdout, re.MULTILINE)
-    assert re.search(r"^  early_stopping +loop", done.stdout, re.MULTILINE)
-    shown = hookline("hooks", "show", "gone", path=tmp_path)
-    assert (shown.returncode, shown.stdout) == (1, "")
-    assert "There is no module 'not_there'." in shown.stderr
 
 
 # -- hookline hooks show --------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def _complete(incomplete: str) -> list[str]:
 
 @hooks_app.callback(invoke_without_command=True)
 def hooks(context: typer.Context, as_json: Json = False) -> None:
-    """List all named hooks: built-in hooks, and hooks of installed packages.
+    """List all built-in hooks.
 
     The kinds: a **loop** hook is called by events, a **forward** hook receives the model's output,
     an **update** transforms gradients, a **probe** is attached to modules of the model.
@@ -119,7 +119,7 @@ def _entry(known: Any) -> dict[str, Any]:
     """Return one line of the list; a hook that cannot be loaded has a problem instead."""
     from hookline.cli.hook_facts import describe_hook
 
-    entry = {"name": known.name, "package": known.package, "class": known.path}
+    entry = {"name": known.name, "class": known.path}
     try:
         facts = describe_hook(known)
     except HooklineError as error:
@@ -142,7 +142,6 @@ def _as_text(facts: dict[str, Any]) -> str:
             [
                 ("kind", facts["kind"]),
                 ("class", facts["class"]),
-                ("package", facts["package"]),
                 ("order", f"called {facts['order']}"),
                 ("ranks", f"called in {RANKS[facts['ranks']]}"),
                 ("behaviour", describe_behaviour(facts)),

@@ -15,9 +15,7 @@ from hookline.cli.command_base import (
     check_runs_folder,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import print_json, progress_bar, show_lines
-
-_LARGE = 50_000_000  # bytes of a log that takes a while to read
+from hookline.cli.text_output import print_json, show_lines
 
 
 def report(
@@ -59,13 +57,7 @@ def report(
     with exit_on_interrupt():
         from hookline.report import make_report
 
-        with progress_bar() as update:
-
-            def show_progress(run: int, done: int, size: int) -> None:
-                if size >= _LARGE:
-                    update(f"run {run + 1}", done, size)
-
-            made = make_report(*runs, folder=folder or Path("runs"), progress=show_progress)
+        made = make_report(*runs, folder=folder or Path("runs"))
         written = None if out is None else made.write(out)
     if as_json:
         print_json({"report": None if written is None else str(written), **made.facts})

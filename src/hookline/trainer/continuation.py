@@ -34,7 +34,7 @@ from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.location import find_run_of_checkpoint, shorten_path
 from hookline.runs.manifest import read_run_manifest
-from hookline.runs.restart import check_crash_loop, find_unfinished_run
+from hookline.runs.restart import find_unfinished_run
 from hookline.tensors.sharded import is_sharded
 from hookline.trainer.checks import needs_metric
 
@@ -109,8 +109,6 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
     folder = find_run_of_checkpoint(checkpoint)
     if folder is not None and runs is not None:
         read_run_manifest(folder)  # raises before anything is loaded, if it cannot be continued
-    if folder is not None and checkpoint.resolve() != Path(path).resolve():
-        check_crash_loop(folder, checkpoint)  # not for a checkpoint that is named
     return checkpoint
 
 

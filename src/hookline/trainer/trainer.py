@@ -650,7 +650,6 @@ class Trainer:
         loop.ranks.begin()
         self._display.start(epochs=self.max_epochs, steps=config.max_steps, first_step=context.step)
         if run is not None:
-            run.call_when_lease_is_lost(loop.requests.wake)
             self._display.say(f"run {shorten_path(run.path)}")
         loop.phase = Phase.BETWEEN_STEPS
         self._watch_model()
@@ -1032,8 +1031,6 @@ class Trainer:
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
         loop = self.loop
-        if self.run is not None and self.run.lease_lost is not None:
-            raise RunError(f"{self.run.lease_lost} Training ends here.")
         if (reason := self.strategy.stop_reason()) is not None:
             self.stop(reason)
         agreed = loop.agree()
