@@ -132,7 +132,7 @@ def all_of_them() -> list[hookline.Hook]:
     return [
         hookline.OptimizerMonitor(1),
         hookline.GradientNoiseScale(1),
-        hookline.AttentionMonitor(log_frequency=1, recompute=True),
+        hookline.AttentionMonitor(log_frequency=1),
         hookline.OutlierMonitor(log_frequency=1),
         hookline.LogitMonitor(1),
         hookline.Sharpness(1),

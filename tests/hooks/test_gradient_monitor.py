@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import hookline
 from hookline.hooks.monitoring.gradient_monitor import GradientMonitor
 from hookline.runs.jsonl_reader import read_records
+from hookline.tensors.histograms import estimate_percentiles
 from hookline.tensors.parameter_names import match_names
 from hookline.tensors.statistics import TensorStatistics
 
@@ -89,17 +90,15 @@ def test_a_full_report_is_right(tmp_path: Path) -> None:
         )
     for name in NAMES:
         grad = gradients.seen[4][name]
-        largest = grad.abs().max().item()
         histogram = values[4, f"gradients/{name}/histogram"]
-        expected = torch.histc(grad, 64, -largest, largest).tolist()
-        assert sum(histogram["counts"]) == grad.numel()
-        # On the edge of a bin, rounding decides.
-        assert sum(abs(a - b) for a, b in zip(histogram["counts"], expected, strict=True)) <= 4
-        assert histogram["edges"][0] == pytest.approx(-largest)
-        assert histogram["edges"][-1] == pytest.approx(largest)
+        counts, edges = histogram["counts"], histogram["edges"]
+        assert sum(counts) == grad.numel()
+        for count, low, high in zip(counts, edges, edges[1:], strict=False):
+            assert count == ((grad > low) & (grad < high)).sum()
         for percentile in (10, 50, 90):
             exact = torch.quantile(grad, percentile / 100).item()
-            assert values[4, f"gradients/{name}/p{percentile}"] == pytest.approx(exact, rel=0.05)
+            near = pytest.approx(exact, abs=0.02 * grad.abs().max().item())
+            assert values[4, f"gradients/{name}/p{percentile}"] == near
     assert (4, "gradients/total/histogram") not in values
 
 
@@ -336,16 +335,6 @@ def test_nothing_is_computed_in_other_steps() -> None:
     session.detach()
 
 
-def test_deterministic_algorithms_stay_as_they_were(tmp_path: Path) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        fit(tmp_path, GradientMonitor(1, **FULL))
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 # -- other loops, other gradients -----------------------------------------------------------------
 
 
@@ -382,10 +371,9 @@ def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
     assert std_of(found)[0].item() == pytest.approx(
         finite.double().std(correction=0).item(), rel=1e-5
     )
-    counts = measured.distributions(found, 8, [])[0]
+    counts = measured.counts()
     assert counts.sum(1).tolist() == [499_998, 3]
-    assert counts[0].tolist() == torch.histc(finite, 8, -9.5, 9.5).tolist()
-    assert measured.distributions(found, 0, [50])[1][1].item() == 0
+    assert estimate_percentiles(counts, [50])[1].item() == 0
 
 
 def test_a_sparse_gradient_counts_the_zeros_it_does_not_store() -> None:
@@ -404,8 +392,8 @@ def _all_of(gradient: torch.Tensor) -> list[torch.Tensor]:
     return [
         measured.norms(),
         *(found | {"squares": std_of(found)}).values(),
-        measured.distributions(found, 7, [])[0],
-        measured.distributions(found, 0, [0, 3, 50, 99, 100])[1],
+        measured.counts(),
+        estimate_percentiles(measured.counts(), [0, 3, 50, 99, 100]),
     ]
 
 
@@ -434,20 +422,16 @@ values_of_gradients = st.lists(
 @given(values=values_of_gradients, wanted=st.floats(0, 100))
 def test_percentiles_are_as_near_as_the_docstring_says(values: list[float], wanted: float) -> None:
     tensor = torch.tensor(values)
-    measured = TensorStatistics([tensor])
-    found = measured.moments()
-    estimate = measured.distributions(found, 0, [wanted])[1].item()
+    estimate = estimate_percentiles(TensorStatistics([tensor]).counts(), [wanted]).item()
     ordered = sorted(tensor.tolist())
     position = wanted / 100 * (len(ordered) - 1)
     low, high = ordered[math.floor(position)], ordered[math.ceil(position)]
     exact = low + (high - low) * (position - math.floor(position))
-    largest = max(abs(ordered[0]), abs(ordered[-1]))
-    bound = max(max(abs(low), abs(high)) * 0.01, largest * 1e-7)
-    assert abs(estimate - exact) <= bound + 1e-40
+    assert abs(estimate - exact) <= 0.02 * max(abs(low), abs(high)) + 2**-64
 
 
 def test_percentiles_of_nothing_finite_are_not_a_number() -> None:
     measured = TensorStatistics([torch.full((3,), math.nan)])
     found = measured.moments()
-    assert math.isnan(measured.distributions(found, 0, [50])[1].item())
+    assert math.isnan(estimate_percentiles(measured.counts(), [50]).item())
     assert found["finite"].item() == 0

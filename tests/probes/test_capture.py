@@ -19,7 +19,6 @@ from hookline import Trainer
 from hookline.errors import ConfigError, ProbeError
 from hookline.probes import CapturedState, Counts, NotCapturedError, Store
 from hookline.probes.capture import Capture, probe
-from hookline.probes.store import PendingState
 from hookline.probes.taps import tap
 
 
@@ -243,30 +242,6 @@ def test_an_in_place_operation_after_the_module_does_not_reach_a_copy(device):
     assert torch.equal(captured(net, "0", device=device)["0"].output, net[0](x()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_copy_from_the_device_is_not_waited_for_until_it_is_read():
-    net = model().cuda()
-    torch.cuda._sleep(100_000_000)
-    seen = captured(net, "0", x().cuda(), device="cpu")
-    busy = not torch.cuda.current_stream().query()
-    assert busy
-    assert torch.allclose(seen["0"].output, net[0](x().cuda()).cpu())
-    assert seen["0"].output.is_pinned()
-
-
-def test_a_state_waits_once_for_what_is_read():
-    waited = []
-    state = PendingState("m", output=torch.ones(2), input=(torch.ones(3),))
-    state.waits = [lambda: waited.append("output")]
-    assert state.nbytes == 20
-    repr(state)
-    assert waited == []
-    _ = state.output
-    _ = state["output"]
-    assert waited == ["output"]
-    assert type(copy.deepcopy(state)) is CapturedState
-
-
 @pytest.mark.filterwarnings("ignore:.*mkldnn:UserWarning")
 @pytest.mark.parametrize(
     ("to", "options"),
@@ -307,36 +282,9 @@ def test_an_index_that_is_none_and_one_that_does_not_fit():
         captured(model(), "0", select=9)
 
 
-@pytest.mark.parametrize(
-    ("reduce", "dim", "expected"),
-    [
-        ("mean", None, torch.Tensor.mean),
-        ("mean", 0, lambda t: t.mean(0)),
-        ("sum", [0, 1], torch.Tensor.sum),
-        ("std", -1, lambda t: t.std(-1)),
-        ("norm", None, torch.Tensor.norm),
-        ("norm", -1, lambda t: t.norm(dim=-1)),
-        ("max", None, torch.Tensor.max),
-        ("min", 1, lambda t: t.amin(1)),
-        ("abs_max", (0, 1), lambda t: t.abs().max()),
-        (lambda t: t.median(), None, torch.Tensor.median),
-    ],
-)
-def test_a_reduction_of_each_tensor(reduce, dim, expected):
-    net = model()
-    got = captured(net, "0", reduce=reduce, dim=dim)["0"].output
-    torch.testing.assert_close(got, expected(net[0](x()).detach()))
-
-
-def test_a_reduction_is_of_the_part_that_was_selected_and_integers_have_a_mean():
-    net = nn.Sequential(nn.Identity())
-    numbers = torch.tensor([[1, 2], [3, 4]])
-    assert captured(net, "0", numbers, select=1, reduce="mean")["0"].output.item() == 3.5
-
-
 def test_what_a_function_returns_is_kept_without_its_graph():
     net = model()
-    out = captured(net, "0", reduce=lambda t: t @ net[2].weight.T)["0"].output
+    out = captured(net, "0", select=lambda t: t @ net[2].weight.T)["0"].output
     assert not out.requires_grad
 
 
@@ -441,16 +389,6 @@ def test_gradients_are_taken_as_outputs_are():
     net(x()).sum().backward()
     gradient = capture["2"].gradient
     assert (gradient.shape, gradient.dtype) == ((2,), torch.float64)
-
-
-def test_a_gradient_that_arrives_waits_for_nothing():
-    waited = []
-    store, state = Store(), PendingState("m", output=torch.ones(2))
-    key = store.add("p", state)
-    assert store.add_gradient(key, torch.zeros(2), [lambda: waited.append(1)])
-    assert waited == []
-    assert torch.equal(state.gradient, torch.zeros(2))
-    assert waited == [1]
 
 
 def test_without_gradients_there_is_none():
@@ -594,7 +532,7 @@ def test_in_a_trainer_states_have_step_and_epoch_and_every_counts_steps():
 def test_training_is_bit_for_bit_the_same():
     plain, seen = make(), make()
     Trainer(config(seed=1), *plain).fit(batches(4))
-    hooks = [Capture("**", gradient=True), Capture("*", reduce="norm")]
+    hooks = [Capture("**", gradient=True), Capture("*", select=lambda t: t.norm())]
     Trainer(config(seed=1), *seen, hooks=hooks).fit(batches(4))
     assert same(weights(plain[0]), weights(seen[0]))
 

@@ -628,10 +628,9 @@ class HalvesInput(Model):
         return self.second(self.inner(x) * 0.5)
 
 
-@pytest.mark.parametrize("option", [{"at": "input"}, {"where": "input"}])
 @pytest.mark.parametrize("how", ["plain", "reentrant", "other"])
-def test_the_input_of_a_module_is_edited_with_gradients(option: Any, how: str) -> None:
-    edit = Edit.scale("second", 0.5, enable_intervention=True, **option)
+def test_the_input_of_a_module_is_edited_with_gradients(how: str) -> None:
+    edit = Edit.scale("second", 0.5, enable_intervention=True, where="input")
     assert any_rank(results(Model(how=how), edit), results(HalvesInput()))
     assert not Model().second._forward_pre_hooks
 
@@ -640,7 +639,7 @@ def test_the_input_of_a_module_is_edited_with_gradients(option: Any, how: str) -
 def test_the_input_of_a_compiled_module_is_edited_and_toggled() -> None:
     torch.compiler.reset()
     model, x = Model(), x_of()
-    edit = Edit.scale("second", 0.5, at="input", enable_intervention=True)
+    edit = Edit.scale("second", 0.5, where="input", enable_intervention=True)
     attachment = edit.attach(model)
     call = torch.compile(model, backend="aot_eager")
     torch.testing.assert_close(call(x), HalvesInput()(x))
@@ -657,17 +656,17 @@ def test_a_part_of_the_input_is_chosen_by_position_or_keyword() -> None:
     model, one = Adds(), torch.ones(2, 3)
     expected = {None: 110.0, 0: 110.0, 1: 101.0, "bias": 11.0}
     for part, value in expected.items():
-        with Edit.ablate("", at="input", part=part, enable_intervention=True).attach(model):
+        with Edit.ablate("", where="input", part=part, enable_intervention=True).attach(model):
             assert torch.equal(model(one, one, bias=one), one * value)
     with Edit.ablate("", where="input", at=":, 0", enable_intervention=True).attach(model):
         assert model(one, one, bias=one)[0].tolist() == [110.0, 111.0, 111.0]
     with (
-        Edit.ablate("", at="input", part="mask", enable_intervention=True).attach(model),
+        Edit.ablate("", where="input", part="mask", enable_intervention=True).attach(model),
         pytest.raises(ProbeError, match="The input of '' has no part 'mask'"),
     ):
         model(one, one, bias=one)
     with pytest.raises(ConfigError, match="a tap has no input"):
-        Edit.ablate(None, at="input", taps="x", enable_intervention=True)
+        Edit.ablate(None, where="input", taps="x", enable_intervention=True)
 
 
 def test_an_edit_ends_with_its_block() -> None:
@@ -696,7 +695,7 @@ def test_a_patch_takes_what_a_probe_returned() -> None:
             torch.testing.assert_close(model(corrupt), out)
     with Edit.patch(["first", "second"], seen, enable_intervention=True).attach(model):
         torch.testing.assert_close(model(corrupt), out)
-    with Edit.patch("second", seen, at="input", enable_intervention=True).attach(model):
+    with Edit.patch("second", seen, where="input", enable_intervention=True).attach(model):
         torch.testing.assert_close(model(corrupt), out)
 
 
@@ -707,7 +706,7 @@ def test_a_patch_from_a_probe_without_what_it_needs_is_an_error() -> None:
             Edit.patch("first", seen, enable_intervention=True)
         model(x_of())
     with pytest.raises(ProbeError, match=r"The input of 'first' was not captured.*input=True"):
-        Edit.patch("second", seen, at="input", enable_intervention=True)
+        Edit.patch("second", seen, where="input", enable_intervention=True)
     edit = Edit.patch("", seen, enable_intervention=True)
     with pytest.raises(ProbeError, match=r"no captured state of ''.*'first', 'second'"):
         edit.attach(model)

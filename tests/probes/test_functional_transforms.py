@@ -186,7 +186,7 @@ MEASURES: dict[str, Callable[[], Probe]] = {
     "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
     "capture": lambda: Capture("**"),
-    "reduced": lambda: Capture("**", reduce="mean"),
+    "reduced": lambda: Capture("**", select=torch.mean),
 }
 
 
