@@ -90,7 +90,7 @@ def test_a_failing_measurement_is_a_failure_of_the_monitor(monkeypatch: Any) -> 
         raise ValueError("not measured")
 
     monkeypatch.setattr(
-        "hookline.hooks.monitoring.attention_monitor.AttentionCalls._measure_logits", fail
+        "hookline.hooks.monitoring.attention_monitor.AttentionCalls._measure_softmax", fail
     )
     model = nn.Sequential(SelfAttention())
     trainer = loops.make_trainer(hookline.AttentionMonitor(log_frequency=1), model=model)
@@ -117,12 +117,6 @@ def test_an_interrupted_call_leaves_nothing_active() -> None:
 def test_a_model_without_attention_is_an_error() -> None:
     with pytest.raises(hookline.HookConfigError, match="no module whose class is called"):
         loops.fit(hookline.AttentionMonitor())
-
-
-# -- Sharpness ------------------------------------------------------------------------------------
-
-
-# -- LossSpikeDetector ----------------------------------------------------------------------------
 
 
 # -- all of them ----------------------------------------------------------------------------------

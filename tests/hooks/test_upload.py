@@ -22,12 +22,14 @@ from hookline.checkpoint import (
 )
 from hookline.checkpoint.atomic_files import TEMPORARY
 from hookline.checkpoint.remote import fetch_checkpoint
+from hookline.hooks.checkpointing import upload
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.upload import UploadHook
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
+def no_thread_is_left(monkeypatch):
+    monkeypatch.setattr(upload, "_PAUSE", 0.001)
     yield
     assert not [t for t in threading.enumerate() if t.name == "hookline-upload"]
 
@@ -159,7 +161,7 @@ def test_what_an_upload_that_was_killed_left_behind_is_cleaned_up(tmp_path):
 
 def test_a_destination_that_fails_never_stops_training_and_is_counted(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
-    hook = UploadHook(tmp_path / "file" / "below", retries=2, backoff=0)
+    hook = UploadHook(tmp_path / "file" / "below", retries=2)
     trainer = fit(tmp_path, hook)
     assert trainer.status == "completed"
     assert [p.name for p in hook.failed] == EPOCHS
@@ -211,10 +213,11 @@ def test_what_was_removed_before_its_turn_is_left_out(tmp_path, caplog):
     assert "epoch_0000 was removed before it was copied" in caplog.text
 
 
-def test_the_wait_at_the_end_has_a_limit_and_is_logged(tmp_path, caplog):
+def test_the_wait_at_the_end_has_a_limit_and_is_logged(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(upload, "_PAUSE", 600)
     caplog.set_level("INFO", "hookline")
     (tmp_path / "file").write_text("in the way")
-    hook = UploadHook(tmp_path / "file", backoff=600, timeout=0.05)
+    hook = UploadHook(tmp_path / "file", timeout=0.05)
     trainer = fit(tmp_path, hook)
     assert trainer.status == "completed"
     assert sorted(p.name for p in hook.failed) == EPOCHS
@@ -223,9 +226,11 @@ def test_the_wait_at_the_end_has_a_limit_and_is_logged(tmp_path, caplog):
     assert "epoch_0000 was not copied: the timeout was reached." in caplog.text
 
 
-def test_only_so_many_wait_and_the_oldest_is_left_out(tmp_path, caplog):
+def test_only_so_many_wait_and_the_oldest_is_left_out(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(upload, "_PAUSE", 600)
+    monkeypatch.setattr(upload, "_MAX_WAITING", 2)
     (tmp_path / "file").write_text("in the way")
-    hook = UploadHook(tmp_path / "file", backoff=600, timeout=0.05, max_waiting=2)
+    hook = UploadHook(tmp_path / "file", timeout=0.05)
     fit(tmp_path, hook, max_epochs=8)
     left_out = [p.name for p in hook.skipped]
     assert len(left_out) in (5, 6), "the first one may have had its turn already"
@@ -255,7 +260,7 @@ def test_a_url_gets_the_same_copies(tmp_path, memory):
 )
 def test_a_network_that_fails_is_tried_again_until_the_copy_is_whole(tmp_path, flaky, call):
     flaky.fails = {call: 2}
-    hook = UploadHook("flaky://bucket", retries=2, backoff=0)
+    hook = UploadHook("flaky://bucket", retries=2)
     trainer = fit(tmp_path, hook, max_epochs=1)
     assert hook.failed == []
     assert flaky.calls.count(call) == 3

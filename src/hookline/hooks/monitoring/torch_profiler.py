@@ -18,26 +18,20 @@ log = logging.getLogger("hookline")
 
 
 class TorchProfiler(BuiltIn):
-    """Records steps with `torch.profiler` and writes traces for chrome://tracing and Perfetto.
+    """Records steps with `torch.profiler` and writes a trace for chrome://tracing and Perfetto.
 
-    Each cycle of `wait`, `warmup` and `active` steps writes one file,
-    `trace_step_<the last step>.json`. If training ends within the active steps, the file contains
-    the steps recorded so far.
+    The file is `trace_step_<the last step>.json`. If training ends within the active steps, it
+    contains the steps recorded so far.
 
     Args:
         wait: the number of steps that are not recorded.
         warmup: the number of steps that are recorded and discarded, because they are slower.
         active: the number of steps that are recorded.
-        repeat: the number of cycles; 0: until training ends.
-        folder: the folder for traces; None: `profile` in the run's folder.
-        record_shapes: record the shapes of inputs.
+        folder: the folder for the trace; None: `profile` in the run's folder.
         profile_memory: record allocations.
-        with_stack: record source lines.
     """
 
-    cost = (
-        "Recorded steps are slower, with `with_stack` several times. Nothing after the last cycle."
-    )
+    cost = "Recorded steps are slower. Nothing after them."
     hookline_group = HookGroup.MONITOR
     ranks = "main"
 
@@ -46,28 +40,30 @@ class TorchProfiler(BuiltIn):
         wait: NonNegativeInt = 1,
         warmup: NonNegativeInt = 1,
         active: PositiveInt = 3,
-        repeat: NonNegativeInt = 1,
         folder: Path | str | None = None,
         *,
-        record_shapes: bool = False,
         profile_memory: bool = False,
-        with_stack: bool = False,
     ) -> None:
-        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
+        self.wait, self.warmup, self.active = wait, warmup, active
         self.folder = folder
-        self.record_shapes = record_shapes
         self.profile_memory = profile_memory
-        self.with_stack = with_stack
         self._profiler: Any = None
         self._trace_folder = Path()
-        self._step = self._steps_left = self._cycles_started = 0
+        self._step = self._steps_left = 0
 
     def on_train_start(self, trainer: Any, step: int) -> None:
         self._stop()  # if an earlier training run never ended
         self._trace_folder = self._make_folder(trainer)
         self._step = step
-        self._cycles_started = 0
-        self._start_cycle()
+        self._steps_left = self.wait + self.warmup + self.active
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=self.wait, warmup=self.warmup, active=self.active, repeat=1
+            ),
+            on_trace_ready=self._write,
+            profile_memory=self.profile_memory,
+        )
+        self._profiler.start()
 
     def on_step_end(self, step: int) -> None:
         if self._profiler is None:
@@ -76,27 +72,8 @@ class TorchProfiler(BuiltIn):
         self._steps_left -= 1
         if self._steps_left:
             self._profiler.step()
-            return
-        self._stop()  # writes the trace
-        if not self.repeat or self._cycles_started < self.repeat:
-            self._start_cycle()
-
-    def _start_cycle(self) -> None:
-        # One profiler per cycle: a profiler that runs for several cycles issues a warning, and if
-        # warnings are errors, it is left in a state in which PyTorch crashes.
-        profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(
-                wait=self.wait, warmup=self.warmup, active=self.active, repeat=1
-            ),
-            on_trace_ready=self._write,
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-        )
-        profiler.start()
-        self._profiler = profiler
-        self._steps_left = self.wait + self.warmup + self.active
-        self._cycles_started += 1
+        else:
+            self._stop()  # writes the trace
 
     def on_train_end(self) -> None:
         self._stop()
