@@ -120,19 +120,6 @@ def test_a_hook_that_is_added_during_training_averages_from_its_first_step(tmp_p
     assert same(averages(hook), expected(follow.weights[2], follow.weights[3:], 0.5))
 
 
-def test_a_skipped_step_does_not_count(tmp_path):
-    class Skips(hookline.Hook):
-        def on_before_optimizer_step(self, trainer, step):
-            self.calls = getattr(self, "calls", 0) + 1
-            if self.calls % 2:
-                trainer.skip_optimizer_step()
-
-    hook, follow = EMA(0.5, warmup=False), Follow()
-    fit(tmp_path, Skips(), follow, hook)
-    assert hook.updates == 4
-    assert same(averages(hook), expected(start(), follow.weights, 0.5))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_averaged_in_float32(dtype):
     model = nn.Linear(2, 2, bias=False).to(dtype)
@@ -368,12 +355,3 @@ def test_a_compiled_model_has_the_names_of_the_plain_one():
     assert set(hook.state_dict()["averages"]) == set(dict(model.named_parameters()))
     hook.apply_to(torch.compile(Net()))
     hook.on_train_end()
-
-
-def test_without_validation_nothing_is_demanded_of_a_bare_loop(caplog):
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[EMA(validate_with=False)]):
-        for x, y in batches(2):
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-    assert caplog.text == ""

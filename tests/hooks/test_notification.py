@@ -9,12 +9,10 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from loops import batches, fit, make
-from torch.nn import functional as F
+from loops import batches, fit
 
 import hookline
 from hookline.hooks.notification import notification_hook
-from hookline.hooks.notification.http import Sender
 from hookline.hooks.notification.notification_hook import NotificationHook
 
 SECRET = "T0000-very-secret"
@@ -165,14 +163,6 @@ def test_a_new_best_model_is_told_and_nan_is_none():
     ]
 
 
-def test_a_metric_of_epochs_can_be_monitored():
-    with webhook() as server:
-        hook = NotificationHook(server.url, notify_on=["best_model"], monitor="train/loss")
-        train(hook)
-    (text,) = server.texts
-    assert text.startswith("New best model at step 3: train/loss ")
-
-
 def test_a_metric_that_is_not_there_is_said_once_with_those_there_are(caplog):
     with webhook() as server:
         hook = NotificationHook(server.url, notify_on=["best_model"], monitor="val/accuracy")
@@ -180,47 +170,6 @@ def test_a_metric_that_is_not_there_is_said_once_with_those_there_are(caplog):
     assert server.texts == []
     assert caplog.text.count("the metric 'val/accuracy' for the best model is missing") == 1
     assert "'val/loss'" in caplog.text
-
-
-def test_a_resumed_run_tells_only_what_is_better_than_before(tmp_path):
-    class Saves(hookline.Hook):
-        def on_epoch_end(self, trainer):
-            trainer.save_checkpoint()
-
-    with webhook() as server:
-        options = {"notify_on": ["best_model"]}
-        first = train(
-            Validates("val/loss", 1.0),
-            Saves(),
-            NotificationHook(server.url, **options),
-            val=batches(1),
-            runs=tmp_path,
-        )
-        train(
-            Validates("val/loss", 2.0, 0.5),
-            NotificationHook(server.url, **options),
-            val=batches(1),
-            runs=tmp_path,
-            max_epochs=3,
-            resume_from=first.run.path,
-        )
-    assert server.texts == [
-        "New best model at step 3: val/loss 1.0000.",
-        "New best model at step 9: val/loss 0.5000.",
-    ]
-
-
-def test_it_works_in_a_bare_loop():
-    model, optimizer = make()
-    with (
-        webhook() as server,
-        hookline.attach(model, optimizer, hooks=[NotificationHook(server.url)]),
-    ):
-        for x, y in batches(2):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-    assert server.texts == ["Training completed at step 2."]
 
 
 # -- servers ---------------------------------------------------------------------------------------
@@ -286,30 +235,6 @@ def test_an_answer_that_does_not_come_in_time_is_given_up(caplog, monkeypatch):
         train(NotificationHook(server.url))
         assert "A notification could not be sent: no response within 0.1 seconds." in caplog.text
         assert not server.go_on.is_set()
-
-
-def test_messages_that_wait_are_limited_and_the_oldest_are_dropped():
-    with webhook("hang") as server:
-        sender = Sender("test", timeout=30, retries=0, max_pending=2)
-        sender.send(server.url, b"0")
-        while not server.requests:
-            pass  # until it hangs
-        for i in range(1, 6):
-            sender.send(server.url, str(i).encode())
-        assert sender.lost == 3
-        server.go_on.set()
-        sender.close(30)
-    assert [body for _, _, body in server.requests] == [b"0", b"4", b"5"]
-
-
-def test_a_server_that_stays_down_is_logged_once(caplog):
-    sender = Sender("test", timeout=5, retries=0)
-    url = f"http://127.0.0.1:{free_port()}/"
-    for _ in range(5):
-        sender.send(url, b"{}")
-    sender.close(30)
-    assert caplog.text.count("A test could not be sent") == 1
-    assert "5 test(s) could not be sent" in caplog.text
 
 
 def test_a_secret_at_the_end_of_a_long_message_is_masked_before_the_message_is_cut(monkeypatch):

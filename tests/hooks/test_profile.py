@@ -79,11 +79,6 @@ def test_every_phase_of_every_loader_is_timed(tmp_path: Path) -> None:
                 assert values[step, f"profile/train/dl_{name}/time_{phase}_ms"] > 0
 
 
-def test_log_frequency_counts_optimizer_steps(tmp_path: Path) -> None:
-    values = recorded(trained(tmp_path, RuntimeProfile(log_frequency=3), accumulate=2))
-    assert {step for step, _ in values} == {3}
-
-
 def test_the_time_that_each_phase_takes_is_its_own(tmp_path: Path, clock: FakeClock) -> None:
     class InOptimizer(hookline.Hook):
         def on_gradients_ready(self) -> None:
@@ -112,19 +107,6 @@ def test_the_time_that_each_phase_takes_is_its_own(tmp_path: Path, clock: FakeCl
     assert found == pytest.approx(expected)
     samples = len(batches(1)[0][0])
     assert values[4, "profile/train/samples_per_second"] == pytest.approx(samples / 0.14)
-
-
-def test_only_batches_that_complete_a_step_have_an_optimizer_phase(
-    tmp_path: Path, clock: FakeClock
-) -> None:
-    class InOptimizer(hookline.Hook):
-        def on_before_optimizer_step(self) -> None:
-            clock.wait(0.02)
-
-    profile = RuntimeProfile(1)
-    values = recorded(trained(tmp_path, profile, InOptimizer(), data=batches(3), accumulate=3))
-    # A mean over all three batches would be a third of it.
-    assert values[1, "profile/train/dl_train/time_optimizer_ms"] == pytest.approx(20)
 
 
 class Sleep(hookline.Hook):
@@ -165,25 +147,6 @@ def test_memory_is_what_the_process_holds(tmp_path: Path) -> None:
     values = recorded(trained(tmp_path, RuntimeProfile(1), Hold(), data=batches(3)))
     before, after = (values[step, "profile/memory_resident_mb"] for step in (1, 3))
     assert 300 < after - before < 500
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_steps_that_a_schedule_leaves_out_do_not_count(tmp_path: Path, accumulate: int) -> None:
-    config = hookline.TrainerConfig(runs=tmp_path, progress="off", accumulate=accumulate)
-    trainer = hookline.Trainer(config, *make(), loss_fn=F.mse_loss, tokens_fn=lambda batch: 1000)
-    trainer.hooks.add_hook(RuntimeProfile(log_frequency=1), sample_rate=0.5)
-    values = recorded(trainer.fit(batches(12 * accumulate)))
-    measured = {step for step, name in values if name.endswith("time_forward_ms")}
-    alone = {step for step in measured if step > 1 and step - 1 not in measured}
-    assert alone
-    for step in alone:
-        # Nobody saw since when the step's first batch was waited for.
-        seen = accumulate > 1
-        assert ((step, "profile/train/dl_train/time_data_ms") in values) is seen
-        assert ((step, "profile/train/tokens_per_second") in values) is seen
-        if seen:
-            rates = [values[step, f"profile/train/{w}_per_second"] for w in ("tokens", "samples")]
-            assert rates[0] / rates[1] == pytest.approx(1000 / len(batches(1)[0][0]))
 
 
 def test_an_unchanged_bare_loop_is_profiled(tmp_path: Path, clock: FakeClock) -> None:
@@ -269,14 +232,6 @@ def test_the_schedule_is_kept(tmp_path: Path, options: dict[str, Any], expected:
     assert list(traces(tmp_path)) == [f"trace_step_{step:06d}.json" for step in expected]
 
 
-def test_memory_is_recorded_when_asked_for(tmp_path: Path) -> None:
-    for memory in (True, False):
-        folder = tmp_path / str(memory)
-        trained(None, TorchProfiler(0, 1, 1, folder=folder, profile_memory=memory))
-        ((_, trace),) = traces(folder).items()
-        assert ("[memory]" in names_in(trace)) is memory
-
-
 def test_training_that_stops_early_leaves_what_was_recorded(tmp_path: Path) -> None:
     class Stop(hookline.Hook):
         def on_step_end(self, trainer: Any, step: int) -> None:
@@ -304,12 +259,6 @@ def test_an_exception_ends_profiling_cleanly(tmp_path: Path, at: int) -> None:
     assert not torch.autograd.profiler._is_profiler_enabled
     trained(None, TorchProfiler(0, 1, 1, folder=tmp_path / "second"))  # another can start
     assert len(traces(tmp_path / "second")) == 1
-
-
-def test_a_trace_is_never_overwritten(tmp_path: Path) -> None:
-    for _ in range(2):
-        trained(None, TorchProfiler(0, 1, 1, folder=tmp_path))
-    assert list(traces(tmp_path)) == ["trace_step_000002.json", "trace_step_000002_2.json"]
 
 
 def test_without_a_folder_and_a_run_there_is_a_clear_error(

@@ -71,32 +71,10 @@ def test_a_checkpoint_is_saved_at_the_end(tmp_path):
     )
 
 
-def test_a_checkpoint_is_not_saved_when_it_is_not_wanted(tmp_path):
-    trainer = train(Sleeps(), TimeLimit(SHORT, checkpoint=False), runs=tmp_path)
-    assert trainer.status == "stopped"
-    assert not trainer.run.checkpoints.exists()
-
-
 def test_time_before_a_resume_does_not_count_otherwise(tmp_path):
     first = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path)
     again = train(Sleeps(), TimeLimit(SHORT), runs=tmp_path, resume_from=first.run.path)
     assert ends(again) == ("stopped", 2)
-
-
-def test_a_hook_that_is_added_while_training_counts_from_then_on():
-    limit = TimeLimit("1h")
-
-    class AddsLater(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            if step == 2:
-                trainer.add_hook(limit)
-
-    class TakesAnHour(hookline.Hook):
-        def on_before_forward(self, step):
-            if step == 3:
-                limit._end -= 3600
-
-    assert ends(train(AddsLater(), TakesAnHour())) == ("stopped", 4)
 
 
 def test_it_asks_an_unchanged_bare_loop_to_stop():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from pathlib import Path
 
@@ -110,24 +109,6 @@ def test_every_checkpoint_is_in_the_folder_when_training_ends(tmp_path, kind):
     assert trainer.hooks.list_hooks() == ["checkpoint", "upload", "identity"]
 
 
-def test_a_checkpoint_that_is_saved_after_training_is_copied_before_the_call_returns(tmp_path):
-    hook = UploadHook(tmp_path / "copies")
-    trainer = fit(tmp_path, hook, max_epochs=1)
-    path = trainer.save_checkpoint()
-    assert names(tmp_path / "copies" / trainer.run.id) == ["epoch_0000", path.name]
-
-
-def test_a_copy_that_is_there_already_is_not_made_again(tmp_path):
-    hook = UploadHook(tmp_path / "copies")
-    first = fit(tmp_path, hook, max_epochs=1)
-    here = next(iter(hook.uploaded))
-    hook.on_train_start()
-    hook.on_checkpoint_save(first, here)
-    hook.on_train_end()
-    assert names(tmp_path / "copies" / first.run.id) == ["epoch_0000"]
-    assert list(hook.uploaded) == [here]
-
-
 def test_another_checkpoint_of_the_same_name_is_not_overwritten(tmp_path):
     hook = UploadHook(tmp_path / "copies")
     first = fit(tmp_path, hook, max_epochs=1)
@@ -187,17 +168,6 @@ def test_a_damaged_checkpoint_is_found_and_not_copied(tmp_path, caplog):
     assert list((tmp_path / "copies" / trainer.run.id).iterdir()) == []
 
 
-def test_a_damaged_manifest_is_not_tried_again(tmp_path, caplog):
-    class Damages(hookline.Hook):
-        def on_checkpoint_save(self, path: Path):
-            (path / "manifest.json").write_text("{")
-
-    hook = UploadHook(tmp_path / "copies", retries=3)
-    fit(tmp_path, Damages(), hook, max_epochs=1)
-    assert len(hook.failed) == 1
-    assert "will be retried" not in caplog.text
-
-
 def test_what_was_removed_before_its_turn_is_left_out(tmp_path, caplog):
     class Removes(hookline.Hook):
         def on_checkpoint_save(self, path: Path, epoch):
@@ -242,19 +212,6 @@ def test_only_so_many_wait_and_the_oldest_is_left_out(tmp_path, caplog, monkeypa
 # -- fsspec ---------------------------------------------------------------------------------------
 
 
-def test_a_url_gets_the_same_copies(tmp_path, memory):
-    hook = UploadHook("memory://bucket/runs")
-    trainer = fit(tmp_path, hook)
-    there = f"/bucket/runs/{trainer.run.id}"
-    assert sorted(Path(p).name for p in memory.ls(there, detail=False)) == EPOCHS
-    assert list(hook.uploaded.values()) == [f"memory:/{there}/{name}" for name in EPOCHS], (
-        "as it was given"
-    )
-    memory.get(f"{there}/epoch_0002", str(tmp_path / "back"), recursive=True)
-    copy, own = load_checkpoint(tmp_path / "back"), trainer.model.state_dict()
-    assert all(torch.equal(copy.model[name], own[name]) for name in own)
-
-
 @pytest.mark.parametrize(
     "call", ["write model.safetensors", "move state.json", "move manifest.json"]
 )
@@ -292,12 +249,6 @@ def test_a_reader_gets_a_complete_checkpoint_or_none_at_any_time_of_an_upload(tm
     assert set(seen[:16]) == {""}, "until the manifest of the first is there"
     assert set(seen[16::2]) == {"epoch_0000"}
     assert set(seen[17::2]) == {""}
-
-
-def test_without_fsspec_the_error_names_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match="pip install fsspec"):
-        UploadHook("memory://bucket")
 
 
 @pytest.mark.parametrize("url", ["nothing://bucket", "dask://bucket"])

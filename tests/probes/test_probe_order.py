@@ -171,18 +171,6 @@ def test_an_edit_of_a_module_acts_before_one_of_its_parent_whatever_their_order(
             assert loop.step() == (1 + 1) * 3
 
 
-def test_edits_of_the_model_itself_act_in_the_order_of_the_hooks() -> None:
-    loop = Loop(compiled=False)
-    with loop.session as session:
-        loop.add(scale(3, ""), "triple")
-        loop.add(add(1, ""), "one", before="triple")
-        assert loop.step() == (1 + 1) * 3
-        session.disable_hook("one")
-        assert loop.step() == 3
-        session.enable_hook("one")
-        assert loop.step() == (1 + 1) * 3
-
-
 def test_observers_between_edits_see_what_the_edits_before_them_have_made() -> None:
     loop, between = Loop(compiled=False), Capture("first", input=False)
     with loop.session as session:
