@@ -115,7 +115,6 @@ OTHER_NAMES = {
     "checkpoint": "save_every_n_epochs",
     "activation_stats": "log_interval",
     "attention_monitor": "log_frequency",
-    "runtime_profile": "log_frequency",
 }
 
 

@@ -438,13 +438,6 @@ def test_checkpoint_hook_keeps_the_newest(tmp_path):
     assert names(trainer) == ["epoch_0003", "epoch_0004"]
 
 
-def test_checkpoint_hook_keeps_the_first_of_every_m_steps(tmp_path):
-    hook = CheckpointHook(keep=1, keep_every=5)
-    assert steps(fit(tmp_path, hook, max_epochs=6)) == [6, 12, 15, 18]
-    with pytest.raises(ConfigError, match="keep=None keeps all checkpoints"):
-        CheckpointHook(keep_every=5)
-
-
 # -- weights only ---------------------------------------------------------------------------------
 
 

@@ -138,7 +138,6 @@ def make_encoder() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 MEASURES: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
     "all": lambda: Monitor("**", ["histogram", "dead", "forward_time_ms", "memory"]),
-    "functions": lambda: Monitor("**", functions={"own": lambda x: x.square().mean()}),
     "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
     "capture": lambda: Capture("**"),

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hookline
-from hookline import ConfigError, ObserverError, Trainer, TrainerConfig
+from hookline import ConfigError, Trainer, TrainerConfig
 from hookline.probes.monitor import DEFAULT_METRICS, METRICS, Monitor
 from hookline.tensors import running_statistics, timing
 from hookline.tensors.device_numbers import read_tensors
@@ -273,29 +273,6 @@ def test_channels_are_found_also_where_there_is_no_batch(module, shape, batch):
 # -- functions ------------------------------------------------------------------------------------
 
 
-def test_a_function_that_changes_what_it_sees_is_fatal_and_named():
-    def meddle(x):
-        return x.mul_(2).sum()
-
-    with pytest.raises(ObserverError, match=r"meddle changed the output of '0' in place"):
-        report_of(torch.ones(2), functions={"own": meddle})
-
-
-def test_a_function_that_draws_random_numbers_is_named_and_its_monitor_disabled(caplog):
-    def draws(x):
-        return torch.rand(1)
-
-    state = torch.get_rng_state()
-    model, monitor = nn.Sequential(Gives()), Monitor("0", functions={"own": draws})
-    monitor.attach(model)
-    model(torch.ones(2))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "'monitor' is DISABLED" in caplog.text
-    assert "draws used a global random number generator" in caplog.text
-    assert not monitor.attachment.enabled
-    assert monitor.report() == {}
-
-
 # -- options --------------------------------------------------------------------------------------
 
 
@@ -304,7 +281,6 @@ def test_a_function_that_draws_random_numbers_is_named_and_its_monitor_disabled(
     [
         ({"metrics": ["maen"]}, r"unknown metric 'maen'. Did you mean 'mean'\?"),
         ({"metrics": []}, "nothing to measure"),
-        ({"functions": {"std": torch.sum}}, "'std' is a built-in metric"),
         ({"every": 5}, "'every' belongs to the registration"),
     ],
 )
@@ -447,7 +423,7 @@ def test_values_are_in_the_record_under_their_prefix(tmp_path):
 
 
 def test_training_is_the_same_bit_for_bit_with_and_without():
-    everything = Monitor("**", list(METRICS), functions={"own": lambda x: x.std()})
+    everything = Monitor("**", list(METRICS))
     plain, observed = fit(), fit(everything)
     assert same(weights(plain.model), weights(observed.model))
     assert observed.hooks.summary().failures == {}
@@ -460,12 +436,10 @@ def test_a_step_that_was_not_measured_to_its_end_is_not_reported(tmp_path, every
             hooks = trainer.hooks
             {3: hooks.disable_hook, 4: hooks.enable_hook}.get(batch_idx, len)("monitor")
 
-    sees = []
-    monitor = Monitor("", ["mean"], functions={"own": lambda x: sees.append(1) or 0})
+    monitor = Monitor("", ["mean"])
     fit(Toggles(), monitor, every=every, data=batches(8), folder=tmp_path, accumulate=2)
     records = [one for one in logged(tmp_path) if one["name"] == "probes/mean"]
     assert [one["step"] for one in records] == ([1, 3, 4] if every == 1 else [4])
-    assert len(sees) == (7 if every == 1 else 3)
     expected = Monitor("", ["mean"])
     fit(expected, every=every, data=batches(8), folder=tmp_path / "all", accumulate=2)
     whole = {one["step"]: one["value"] for one in logged(tmp_path / "all")}
@@ -527,7 +501,7 @@ def test_nothing_is_read_before_the_report_and_then_at_once(monkeypatch):
     monkeypatch.setattr(running_statistics, "_can_read", lambda device: False)
     metrics = [name for name in METRICS if name != "forward_time_ms"]
     model, _ = make()
-    monitor = Monitor("**", metrics, functions={"own": lambda x: x.sum()})
+    monitor = Monitor("**", metrics)
     monitor.attach(model)
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "nonzero"):

@@ -82,7 +82,6 @@ def _nothing_is_left() -> Any:
     yield
     assert taps_module._registered == ()
     assert not taps_module._enabled
-    assert not taps_module._EDITING
 
 
 def x_of(n: int = 3) -> torch.Tensor:
@@ -304,36 +303,38 @@ def test_without_probes_taps_compile_away() -> None:
 
 @pytest.mark.slow
 def test_a_probe_attached_before_compiling_sees_taps_and_is_toggled_without_compiling() -> None:
-    inner, probe, edit = Model(), Seen("**"), Double("block.*.scores")
-    attachments = [edit.attach(inner), probe.attach(inner)]
-    model, counter = compiled(inner, "inductor")
-    x = x_of()
-    by_hand, plain = gradients(DoubledByHand(), x_of()), gradients(Model(), x_of())
-    for got, expected in zip(gradients(model, x), by_hand, strict=True):
+    inner, probe = Model(), Seen("**")
+    attachment = probe.attach(inner)
+    model, counter = compiled(inner)
+    x, plain = x_of(), gradients(Model(), x_of())
+    for got, expected in zip(gradients(model, x), plain, strict=True):
         torch.testing.assert_close(got, expected)
     assert probe.names == ["block.0.scores", "block.1.scores", "last"]
     assert all(call.compiled and call.index == 0 for call in probe.calls)
-    edited = 2 * inner.blocks[0].inner(x)
-    torch.testing.assert_close(probe.calls[0].output, edited.detach())
+    torch.testing.assert_close(probe.calls[0].output, inner.blocks[0].inner(x).detach())
     other = torch.compile(Model(), fullgraph=True, backend="aot_eager")  # it shares the code
     torch.testing.assert_close(other(x), Model()(x))
     assert len(probe.calls) == 3
-    for _ in range(10):
-        for attachment in attachments:
-            attachment.disable()
-        for got, expected in zip(gradients(model, x), plain, strict=True):
-            torch.testing.assert_close(got, expected)
+    for _ in range(3):
+        attachment.disable()
+        model(x)
         assert len(probe.calls) == 3
-        attachments[0].enable()
-        torch.testing.assert_close(gradients(model, x)[0], by_hand[0])
-    attachments[1].enable()
+    attachment.enable()
     model(x)
     assert len(probe.calls) == 6
     assert model_graphs(counter) == 1
-    edit.detach()
     probe.detach()
     for got, expected in zip(gradients(model, x), plain, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_an_edit_of_a_tap_in_a_compiled_model_is_an_error() -> None:
+    inner, edit = Model(), Double("last")
+    edit.attach(inner)
+    model, _ = compiled(inner)
+    with pytest.raises(ProbeError, match="An edit of a tap needs a model that is not"):
+        model(x_of())
+    edit.detach()
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from threading import Lock
 from typing import Any
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.errors import ConfigError, ProbeError, listed, nearest
+from hookline.errors import ConfigError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
-from hookline.probes.extractor import call_user_function
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
-from hookline.tensors.device_numbers import read_tensors, widest_float
+from hookline.tensors.device_numbers import read_tensors
 from hookline.tensors.histograms import describe_histogram, merge_bins
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.running_statistics import (
@@ -76,9 +75,6 @@ class Monitor(BuiltIn, Probe):
         modules: Which modules, as for every probe; None for none, only taps.
         metrics: Which of the above; by default mean, std, min, max, zeros, nonfinite and norm.
         prefix: The prefix of the names of logged values.
-        functions: Custom metrics, by name: functions that take a tensor and return a number or a
-            tensor with one element. Their values are averaged over tensors and calls. They must not
-            change the tensor or use the random numbers of training.
         taps: Which of the values that `hookline.tap` names: names or globs.
     """
 
@@ -92,7 +88,7 @@ class Monitor(BuiltIn, Probe):
     probe_name = "monitor"
     wants_input = False
     _results = (
-        *("_lock", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
+        *("_lock", "_measured", "_sums", "_histograms", "_alive", "_memory"),
         *("_step", "_forward"),
     )
 
@@ -102,14 +98,10 @@ class Monitor(BuiltIn, Probe):
         metrics: list[str] | tuple[str, ...] | None = None,
         *,
         prefix: str = "probes",
-        functions: Mapping[str, Callable[..., Any]] | None = None,
         taps: list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
-        if metrics is None:
-            metrics = () if functions else DEFAULT_METRICS
-        self.metrics = tuple(dict.fromkeys(metrics))
-        self.functions = dict(functions or {})
+        self.metrics = tuple(dict.fromkeys(DEFAULT_METRICS if metrics is None else metrics))
         self.prefix = prefix
         self._check_options()
         wanted = set(self.metrics)
@@ -124,14 +116,10 @@ class Monitor(BuiltIn, Probe):
             if name not in METRICS:
                 raise ConfigError(
                     f"Monitor: unknown metric '{name}'.{nearest(name, METRICS)} The metrics are "
-                    f"{listed(METRICS)}. Custom metrics are given as `functions`."
+                    f"{listed(METRICS)}. For one of your own, write a probe."
                 )
-        if taken := [name for name in self.functions if name in METRICS]:
-            raise ConfigError(
-                f"Monitor: {listed(taken)} is a built-in metric. Give the function another name."
-            )
-        if not self.metrics and not self.functions:
-            raise ConfigError("Monitor has nothing to measure. Give metrics or functions.")
+        if not self.metrics:
+            raise ConfigError("Monitor has nothing to measure. Give metrics.")
 
     def _reset_results(self) -> None:
         self._lock = Lock()
@@ -148,7 +136,6 @@ class Monitor(BuiltIn, Probe):
         )
         self._histograms = RunningHistograms() if "histogram" in wanted else None
         self._alive = ActiveUnits() if "dead" in wanted else None
-        self._custom: dict[tuple[str, str], tuple[Any, int]] = {}  # the sum and number of values
         self._memory: dict[str, int] = {}
         self._forward = Times()
 
@@ -199,18 +186,6 @@ class Monitor(BuiltIn, Probe):
                 self._histograms.add(name, tensor)
             if self._alive is not None:
                 self._alive.add(name, position, tensor, unit_dimension(call.module, tensor))
-            if self.functions:
-                self._call_functions(name, tensor)
-
-    def _call_functions(self, module: str, tensor: Tensor) -> None:
-        for name, function in self.functions.items():
-            returned = call_user_function(function, tensor, f"the output of '{module}'")
-            value = _one_number(returned, name, module)
-            with self._lock:
-                total, calls = self._custom.get((module, name), (0.0, 0))
-                if isinstance(total, Tensor) and isinstance(value, Tensor):
-                    value = value.to(total.device)
-                self._custom[module, name] = (total + value, calls + 1)
 
     def on_train_start(self) -> None:
         """Discard what was measured before training."""
@@ -240,11 +215,10 @@ class Monitor(BuiltIn, Probe):
         counts = self._histograms.take() if self._histograms is not None else {}
         alive = self._alive.take() if self._alive is not None else {}
         with self._lock:
-            custom, memory = self._custom, self._memory
-            self._measured, self._custom, self._memory = False, {}, {}
-        averages = [total / calls for total, calls in custom.values()]
+            memory, self._memory = self._memory, {}
+            self._measured = False
         unread = [*map(merge_bins, counts.values()), *(one.sum() for one in alive.values())]
-        read = iter(read_tensors([*rows, *unread, *averages]))
+        read = iter(read_tensors([*rows, *unread]))
 
         found: dict[str, dict[str, Any]] = defaultdict(dict)
         for name, totals in RunningSums.merge(names, islice(read, len(rows))).items():
@@ -257,8 +231,6 @@ class Monitor(BuiltIn, Probe):
             units[name] = active + next(read), total + number
         for name, (active, total) in units.items():
             found[name]["dead"] = (total - active) / total
-        for name, metric in custom:
-            found[name][metric] = next(read)
         for metric, values in (("forward_time_ms", self._forward.take()), ("memory", memory)):
             for name, value in values.items():
                 found[name][metric] = value
@@ -275,7 +247,7 @@ class Monitor(BuiltIn, Probe):
     def _sort(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the modules in the order of the model, the metrics in that of the options."""
         sites = self.attachment.sites if self.attachment is not None else {}
-        metrics = (*self.metrics, *self.functions, "nonfinite")
+        metrics = (*self.metrics, "nonfinite")
         return {
             name: {metric: found[name][metric] for metric in metrics if metric in found[name]}
             for name in (*sites, *(name for name in found if name not in sites))
@@ -308,16 +280,3 @@ def _measurable(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested:
         tensor = nested_values(tensor)
     return tensor if tensor.layout is torch.strided else None
-
-
-def _one_number(value: Any, name: str, module: str) -> Any:
-    """Return what a function returned, without reading a tensor; raise if it is not one number."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(()).to(widest_float(value.device))
-    if isinstance(value, int | float):
-        return float(value)
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    raise ProbeError(
-        f"The metric '{name}' returned a {type(value).__name__}{shape} for '{module}'. Return "
-        "a number, or a tensor with one element."
-    )
