@@ -233,7 +233,7 @@ def test_parts_are_found_in_dicts_lists_named_tuples_and_dataclasses() -> None:
     out = edited(lambda x: {"a": None, "b": [x, x + 1]}, part=["b", 1])
     assert out["b"][1].tolist() == [20, 30]
     assert out["b"][0].tolist() == [1, 2]
-    out = edited(lambda x: Pair(x, x + 1), part="right")
+    out = edited(lambda x: Pair(x, x + 1), part=1)
     assert isinstance(out, Pair)
     assert (out.left.tolist(), out.right.tolist()) == ([1, 2], [20, 30])
     out = edited(lambda x: Output(x, (x,)), part=("extra", 0))
@@ -344,7 +344,7 @@ def test_edits_are_described_so_that_a_manifest_can_have_them() -> None:
     same = allowed(Edit.add, torch.stack([VECTOR, VECTOR], 1)[:, 0])  # other strides
     assert same.hookline_options["value"] == edit.hookline_options["value"]
     patch = allowed(Edit.patch, CapturedState("first", step=3, output=WHOLE))
-    assert json.loads(json.dumps(dict(patch.hookline_options)))["value"]["step"] == 3
+    assert json.loads(json.dumps(dict(patch.hookline_options)))["value"].startswith("float32")
     function = Edit.replace([nn.Linear, "first"], torch.sin, enable_intervention=True)
     assert json.loads(json.dumps(dict(function.hookline_options)))["modules"] == ["Linear", "first"]
 

@@ -141,7 +141,6 @@ MEASURES: dict[str, Callable[[], Probe]] = {
     "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
     "capture": lambda: Capture("**"),
-    "reduced": lambda: Capture("**", select=torch.mean),
 }
 
 

@@ -136,7 +136,7 @@ REGISTERED = {
         module, "a", metrics=["mean", "dead", "forward_time_ms"]
     ),
     "debug": lambda manager, module: manager.register_debug_hook(module, "a", gradients=True),
-    "edit": lambda manager, module: manager.register_edit_hook(module, "a", "scale", 2.0),
+    "edit": lambda manager, module: manager.register_probe(module, "a", Doubles("")),
 }
 
 
@@ -172,8 +172,6 @@ def test_edits_need_enable_intervention():
     with HookManager() as manager:
         with pytest.raises(ProbeError, match=r"HookManager|Probes\(enable_intervention=True\)"):
             manager.register_probe(layer, "twice", Doubles(""))
-        with pytest.raises(ProbeError, match="does not allow edits"):
-            manager.register_edit_hook(layer, "twice")
         assert torch.equal(layer(x), plain)
         assert manager.list_hooks() == []
     with HookManager(enable_intervention=True) as manager:
@@ -253,7 +251,7 @@ def test_every_counts_the_calls_of_the_module():
             layer(torch.full((1, 2), float("nan" if i == 3 else i)))
         assert [s.input[0][0, 0].item() for s in manager.get_captured_states("states")[1:]] == [6]
         assert manager.get_metrics("numbers").keys() == {"max"}  # the third call was not measured
-        assert manager.get_findings("findings") == []
+        assert manager.get_hook("findings").findings == []
         with pytest.raises(ValueError, match="every is 0"):
             manager.register_capture_hook(layer, "wrong", every=0)
         assert manager.list_hooks() == ["states", "numbers", "findings"]

@@ -192,9 +192,9 @@ def test_observers_between_edits_see_what_the_edits_before_them_have_made() -> N
 def test_edits_on_one_module_act_in_the_order_of_a_probe_manager_s_hooks() -> None:
     layer = nn.Identity()
     with Probes(enable_intervention=True) as probes:
-        probes.register_edit_hook(layer, "one", "add", 1.0)
+        probes.register_probe(layer, "one", add(1, None))
         probes.register_capture_hook(layer, "between", capture_input=False)
-        probes.register_edit_hook(layer, "triple", "scale", 3.0)
+        probes.register_probe(layer, "triple", scale(3, None))
         for name in (None, "one", "triple", "between"):
             if name is not None:
                 probes.disable_hook(name)

@@ -93,7 +93,7 @@ class Edit(BuiltIn, Probe):
         self.hookline_options = {
             **self.hookline_options,
             "modules": _describe(modules),
-            "value": _describe(value),
+            "value": _describe(self._value),
             "at": _describe(at),
             "where": where,
         }
@@ -187,8 +187,6 @@ class Edit(BuiltIn, Probe):
         if self._operation == "replace" and callable(value):
             new = _check_result(value(x.clone()), x, self._subject(name))  # it may work in place
             return new if new.requires_grad or not x.requires_grad else _replace(x, new)
-        if isinstance(value, CapturedState):
-            value = self._captured_tensor(value)
         if self._operation == "patch" and self._at is not None and value.shape == full.shape:
             value = value[self._at]  # captured as a whole
         return _replace(x, self._convert(value, x, name))
@@ -213,12 +211,8 @@ class Edit(BuiltIn, Probe):
             is_valid = is_valid or callable(value)
             expected = "a tensor, a number or a function"
         elif operation == "patch":
-            value = _last_captured(value)
-            states = value.values() if isinstance(value, _ByName) else [value]
-            is_valid = all(isinstance(state, torch.Tensor | CapturedState) for state in states)
-            for state in states:
-                if isinstance(state, CapturedState):
-                    self._captured_tensor(state)  # raises if it was not captured
+            value = self._captured_tensors(value)
+            is_valid = isinstance(value, torch.Tensor | _ByName)
             expected = "what hookline.probe returned, a captured state or a tensor"
         if not is_valid:
             raise ConfigError(
@@ -228,6 +222,19 @@ class Edit(BuiltIn, Probe):
             with torch.inference_mode(False):
                 return value.clone()
         return value
+
+    def _captured_tensors(self, source: Any) -> Any:
+        """Return the tensor to patch with, or those of the last call of each captured module."""
+        if isinstance(source, ProbeResults):
+            source = source.capture
+        if isinstance(source, Capture):
+            found = _ByName((name, self._captured_tensor(source[name][-1])) for name in source)
+            if not found:
+                raise ProbeError("Edit: nothing was captured to patch with. Call the model first.")
+            return found
+        if isinstance(source, Calls):
+            source = source[-1]
+        return self._captured_tensor(source) if isinstance(source, CapturedState) else source
 
     def _captured_tensor(self, state: CapturedState) -> torch.Tensor:
         captured = (state.input, state.kwargs) if self.edits_input else state.output
@@ -253,19 +260,7 @@ class Edit(BuiltIn, Probe):
 
 
 class _ByName(dict[str, Any]):
-    """The states to patch modules with, by the modules' names."""
-
-
-def _last_captured(source: Any) -> Any:
-    """Return the last call of each module that a probe has captured."""
-    if isinstance(source, ProbeResults):
-        source = source.capture
-    if isinstance(source, Capture):
-        states = _ByName((name, source[name][-1]) for name in source)
-        if not states:
-            raise ProbeError("Edit: nothing was captured to patch with. Call the model first.")
-        return states
-    return source[-1] if isinstance(source, Calls) else source
+    """The tensors to patch modules with, by the modules' names."""
 
 
 def _input_path(part: Part) -> Part:
@@ -310,20 +305,14 @@ def _check_result(new: Any, x: torch.Tensor, subject: str) -> torch.Tensor:
     return new
 
 
-def _describe(value: Any, depth: int = 0) -> Any:
+def _describe(value: Any) -> Any:
     """Return a value for the run's manifest: a tensor as its shape and a hash."""
-    if isinstance(value, ProbeResults | Capture | Calls):
-        value = _last_captured(value)
     if isinstance(value, _ByName):
-        return {name: _describe(state) for name, state in value.items()}
-    if isinstance(value, CapturedState):
-        place = {"captured": value.module, "probe": value.probe}
-        tensors = [_describe(tensor) for tensor in value.tensors()]
-        return {**place, "step": value.step, "call": value.call, "tensors": tensors}
+        return {name: _describe(tensor) for name, tensor in value.items()}
     if isinstance(value, torch.Tensor):
         return f"{shape_text(value)}{_describe_hash(value)}"
-    if type(value) in (tuple, list) and depth < _MAX_DEPTH:
-        return [_describe(item, depth + 1) for item in value]
+    if type(value) in (tuple, list):
+        return [_describe(item) for item in value]
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}(…)"
     if value is None or isinstance(value, str | int | float | bool):
@@ -374,7 +363,7 @@ def _set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
         return new
     key, rest = path[0], path[1:]
     if isinstance(output, tuple | list):
-        at = _fields(output).index(key) if isinstance(key, str) else key % len(output)
+        at = key % len(output)
         items = [_set_at(item, rest, new) if i == at else item for i, item in enumerate(output)]
         if type(output) is tuple:
             return tuple(items)
@@ -413,15 +402,9 @@ def _get_item(value: Any, key: Any, subject: str) -> Any:
     if isinstance(value, tuple | list):
         if isinstance(key, int) and -len(value) <= key < len(value):
             return value[key]
-        if isinstance(key, str) and key in _fields(value):
-            return getattr(value, key)
     elif isinstance(key, str) and not isinstance(value, torch.Tensor) and hasattr(value, key):
         return getattr(value, key)
     size = f" of {len(value)}" if isinstance(value, Mapping | tuple | list) else ""
     raise ProbeError(
         f"The {subject} has no part {show_value(key)}: it is a {type(value).__name__}{size}."
     )
-
-
-def _fields(value: Any) -> tuple[str, ...]:
-    return tuple(getattr(value, "_fields", ()))

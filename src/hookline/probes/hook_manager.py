@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,9 +19,6 @@ from hookline.probes.capture import Capture, bytes_of
 from hookline.probes.probe import Probe
 from hookline.probes.store import MAX_CAPTURED_STATES, CapturedState, Store
 from hookline.probes.sync import arrange_probes
-
-if TYPE_CHECKING:
-    from hookline.probes.edit import Operation
 
 P = TypeVar("P", bound=Probe)
 
@@ -128,7 +125,7 @@ class Probes:
     def register_debug_hook(
         self, module: torch.nn.Module, hook_id: str, conditions: Any = None, **options: Any
     ) -> str:
-        """Check the output of a module, and return the id; `get_findings` has the findings.
+        """Check the output of a module, and return the id; `get_hook(id)` has the `findings`.
 
         `conditions` are those of `Debug`, None for NaN and infinity; `options` are `every` and
         further options of `Debug`, such as `action`.
@@ -138,28 +135,14 @@ class Probes:
         options = {"conditions": conditions, **options}
         return self._register(module, hook_id, Debug, options)
 
-    def register_edit_hook(
-        self,
-        module: torch.nn.Module,
-        hook_id: str,
-        operation: Operation = "replace",
-        value: Any = None,
-        **options: Any,
-    ) -> str:
-        """Edit the output of a module, and return the id. Needs `enable_intervention=True`.
-
-        `operation`, `value` and `options` (`at`, `part`, `coefficient`) are those of `Edit`.
-        """
-        from hookline.probes.edit import Edit
-
-        self._check_intervention(hook_id)
-        options = {"operation": operation, "value": value, "enable_intervention": True, **options}
-        return self._register(module, hook_id, Edit, options)
-
     def register_probe(
         self, module: torch.nn.Module, hook_id: str, probe: Probe, every: int | None = None
     ) -> str:
-        """Register a probe on a module, whatever its own `modules` are, and return the id."""
+        """Register a probe on a module, whatever its own `modules` are, and return the id.
+
+        For an edit, such as `Edit.scale(None, 2.0, enable_intervention=True)`, the manager needs
+        `enable_intervention=True`, too.
+        """
         check_instance(f"'{hook_id}': probe", probe, Probe, "a Probe")
         if probe.attachment is not None:
             raise ProbeError(
@@ -293,12 +276,6 @@ class Probes:
 
         values = self._get(hook_id, Monitor, "measures nothing").report()
         return dict(values.get(hook_id, {}))
-
-    def get_findings(self, hook_id: str) -> list[Any]:
-        """Return the findings of a debug hook."""
-        from hookline.probes.debug_probe import Debug
-
-        return list(self._get(hook_id, Debug, "checks nothing").findings)
 
     def get_hook(self, hook_id: str) -> Any:
         """Return the probe with this id."""
