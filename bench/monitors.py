@@ -58,7 +58,7 @@ def _reports(folder: Path, rounds: int) -> Iterator[Row]:
     model = trainer.model
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
-    full = GradientMonitor(1, log_histogram=True, percentiles=PERCENTILES, bins=BINS)
+    full = GradientMonitor(1, log_histogram=True, percentiles=PERCENTILES)
     candidates: dict[str, Candidate] = {
         "foreach": partial(_timed, partial(_foreach, model), 5),
         "norms": partial(_timed, _report_of(GradientMonitor(1), trainer), 5),

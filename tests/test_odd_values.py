@@ -150,7 +150,7 @@ REQUIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "edit": {"modules": "0", "operation": "scale", "value": 1.0, "enable_intervention": True},
     "notification": {"webhook_url": "http://127.0.0.1:9/x"},
 }
-_NOT_RUN = ("notification", "heartbeat", "torch_profiler", "upload", "console_log")
+_NOT_RUN = ("notification", "heartbeat", "upload", "console_log")
 
 
 def hook_calls(folder: Path) -> Calls:

@@ -65,9 +65,7 @@ from hookline.hooks.monitoring.loss_spike_detector import LossSpikeDetector as L
 from hookline.hooks.monitoring.lr_monitor import LRMonitor as LRMonitor
 from hookline.hooks.monitoring.optimizer_monitor import OptimizerMonitor as OptimizerMonitor
 from hookline.hooks.monitoring.outlier_monitor import OutlierMonitor as OutlierMonitor
-from hookline.hooks.monitoring.runtime_profile import RuntimeProfile as RuntimeProfile
 from hookline.hooks.monitoring.sharpness import Sharpness as Sharpness
-from hookline.hooks.monitoring.torch_profiler import TorchProfiler as TorchProfiler
 from hookline.hooks.notification.heartbeat import Heartbeat as Heartbeat
 from hookline.hooks.notification.notification_hook import NotificationHook as NotificationHook
 from hookline.hooks.optimization.early_stopping import EarlyStopping as EarlyStopping

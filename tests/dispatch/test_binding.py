@@ -129,21 +129,6 @@ def test_what_cannot_be_matched_is_an_error_that_says_what_to_change(body, expec
     assert all(text in message for text in expected), message
 
 
-def test_an_inherited_alias_can_be_set_to_none():
-    class Base(Seen):
-        def on_batch_end(self):
-            self.seen.append("base")
-
-    class Sub(Base):
-        on_batch_end = None
-
-        def on_train_batch_end(self):
-            self.seen.append("sub")
-
-    fire(hook := Sub(), "on_train_batch_end")
-    assert hook.seen == ["sub"]
-
-
 def test_a_coroutine_behind_a_decorator_raises_an_error():
     def plain(method):
         @functools.wraps(method)
@@ -161,15 +146,6 @@ def test_a_coroutine_behind_a_decorator_raises_an_error():
 
 
 # -- defaults and collecting parameters ------------------------------------------------------------
-
-
-def test_a_parameter_of_the_users_own_keeps_its_default():
-    class Watch(Seen):
-        def on_step_end(self, step, scale=3):
-            self.seen.append((step, scale))
-
-    fire(hook := Watch(), "on_step_end", step=1)
-    assert hook.seen == [(1, 3)]
 
 
 def test_a_parameter_with_a_default_keeps_it_where_the_loop_does_not_provide_the_argument():
@@ -192,15 +168,6 @@ def test_double_star_gets_all_arguments_by_their_names():
     assert hook.seen == [values]
 
 
-def test_star_args_stay_empty():
-    class Watch(Seen):
-        def on_step_end(self, step, *args, lr):
-            self.seen.append((step, args, lr))
-
-    fire(hook := Watch(), "on_step_end", step=1, loss=2.0, lr=0.1)
-    assert hook.seen == [(1, (), 0.1)]
-
-
 # -- every way to write a method -------------------------------------------------------------------
 
 
@@ -219,20 +186,6 @@ def test_static_and_class_methods_work():
     fire(Watch(), "on_step_end", step=1)
     fire(Watch(), "on_epoch_end", epoch=2)
     assert seen == [1, (Watch, 2)]
-
-
-def test_a_partial_works():
-    seen = []
-
-    def note(tag, step):
-        seen.append((tag, step))
-
-    class Watch(Hook):
-        def __init__(self):
-            self.on_step_end = functools.partial(note, "tag")
-
-    fire(Watch(), "on_step_end", step=1)
-    assert seen == [("tag", 1)]
 
 
 def test_a_decorated_method_works():
@@ -278,14 +231,6 @@ def test_a_mixin_listed_after_hook_raises_an_error_because_it_would_never_run():
     message = registration_error(Watch())
     assert "Mixin.on_step_end would never run" in message
     assert "List Mixin first" in message
-
-
-def test_a_function_set_on_the_instance_works():
-    hook = Hook()
-    seen = []
-    hook.on_step_end = lambda step, loss: seen.append((step, loss))
-    fire(hook, "on_step_end", step=1, loss=0.5)
-    assert seen == [(1, 0.5)]
 
 
 def test_attributes_and_properties_that_are_not_events_are_ignored():
@@ -356,21 +301,6 @@ def test_hooks_that_are_equal_or_not_hashable_are_still_different_hooks():
     assert (first.seen, second.seen) == ([], [1])
 
 
-class Picklable(Hook):
-    def __init__(self):
-        self.steps = []
-
-    def on_step_end(self, step):
-        self.steps.append(step)
-
-
-def test_registering_leaves_nothing_on_the_hook():
-    hook = Picklable()
-    before = dict(vars(hook))
-    HookManager([hook], settings=HookSettings()).disable_hook("picklable")
-    assert vars(hook) == before
-
-
 # -- arguments are computed only when required, and once -------------------------------------------
 
 
@@ -383,25 +313,6 @@ class Source:
     def __getattr__(self, name):
         self.made.append(name)
         return object()
-
-
-def test_an_argument_is_computed_once_also_for_optional_parameters():
-    class Asks(Seen):
-        def on_step_end(self, state):
-            self.seen.append(state)
-
-    class Default(Seen):
-        def on_step_end(self, state=None):
-            self.seen.append(state)
-
-    class Collects(Seen):
-        def on_step_end(self, **everything):
-            self.seen.append(everything["state"])
-
-    manager = HookManager([asks := Asks(), default := Default(), collects := Collects()])
-    manager.dispatchers.on_step_end(source := Source())
-    assert source.made.count("state") == 1
-    assert asks.seen[0] is default.seen[0] is collects.seen[0]
 
 
 @pytest.mark.parametrize("scheduled_first", [True, False])
@@ -422,21 +333,6 @@ def test_an_argument_is_computed_once_for_scheduled_and_optional_parameters(sche
     manager.dispatchers.on_step_end(source := Due())
     assert source.made.count("state") == 1
     assert asks.seen[0] is collects.seen[0]
-
-
-def test_no_argument_is_computed_for_a_disabled_hook():
-    class Watch(Hook):
-        def on_step_end(self, step):
-            pass
-
-    class Costly(Hook):
-        def on_step_end(self, state):
-            pass
-
-    manager = HookManager([Watch(), Costly()])
-    manager.disable_hook("costly")
-    manager.dispatchers.on_step_end(source := Source())
-    assert source.made == ["step"]
 
 
 def test_no_argument_is_computed_for_a_hook_that_is_not_due():

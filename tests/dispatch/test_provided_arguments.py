@@ -59,13 +59,6 @@ def test_the_other_hooks_are_called_once_in_the_event_that_lacks_an_argument(sch
     assert (before.seen, after.seen) == ([2, 2], [2, 2])
 
 
-def test_all_hooks_that_lack_an_argument_are_disabled_at_once():
-    manager = HookManager([WantsLoss(), WantsLoss(), note := Note()])
-    fire(manager)
-    assert [info.status for info in manager.describe()] == ["failed", "failed", "enabled"]
-    assert note.seen == [2]
-
-
 def test_a_hook_that_is_not_due_may_lack_an_argument():
     manager = HookManager([note := Note()])
     manager.add_hook(WantsLoss(), every=3)
@@ -88,18 +81,3 @@ def test_a_loop_that_has_not_taken_its_first_step_gets_the_error_at_once_and_no_
         fire(manager)
     assert "wants_loss" in str(caught.value)
     assert manager.describe()[0].status == "enabled"
-
-
-def test_a_hook_can_be_enabled_again_when_the_loop_provides_the_argument():
-    hook = Hook("watch")
-    seen = []
-    hook.on_step_end = lambda loss: seen.append(loss)
-    manager = HookManager([hook])
-    fire(manager)
-    manager.enable_hook("watch")
-
-    class Better(Loop):
-        loss = 0.5
-
-    manager.dispatchers.on_step_end(Better())
-    assert seen == [0.5]

@@ -1,7 +1,5 @@
 """Schedules: in which steps a registered hook is called."""
 
-import copy
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +52,6 @@ def test_sampling_chooses_about_its_share_of_the_steps():
     assert len({step % 10 for step in seen}) == 10  # not periodic
 
 
-def test_sampling_chooses_the_same_steps_in_every_run():
-    random.seed(0)
-    first = steps_seen(sample_rate=0.2)
-    random.seed(1)
-    assert steps_seen(sample_rate=0.2) == first
-
-
 def test_a_scheduled_hook_gets_all_events_that_are_not_per_step():
     manager = HookManager()
     manager.add_hook(hook := Watch(), every=1000, sample_rate=0.01, from_epoch=50)
@@ -90,15 +81,6 @@ def test_a_hook_gets_all_events_of_a_step_or_none():
         assert hook.batches == [(end, b) for b in both for end in ("start", "end")]
 
 
-def test_a_scheduled_and_an_unscheduled_hook_get_the_same_arguments():
-    manager = HookManager()
-    manager.add_hook(thin := Watch(), "thin", every=2)
-    manager.add_hook(full := Watch(), "full")
-    for step in range(1, 5):
-        manager.fire("on_step_end", step=step)
-    assert (thin.steps, full.steps) == ([2, 4], [1, 2, 3, 4])
-
-
 def test_a_loop_that_does_not_provide_the_step_gets_an_error_that_names_the_schedule():
     manager = HookManager()
     hook = Hook()
@@ -106,13 +88,6 @@ def test_a_loop_that_does_not_provide_the_step_gets_an_error_that_names_the_sche
     manager.add_hook(hook, every=2)
     with pytest.raises(NotProvidedError, match=r"'step', which a schedule asks for"):
         manager.fire("on_step_end")
-
-
-def test_a_loop_that_does_not_provide_the_epoch_gets_an_error_that_names_the_hook():
-    manager = HookManager()
-    manager.add_hook(Watch(), from_epoch=2)
-    with pytest.raises(NotProvidedError, match=r"'epoch', which watch \(its from_epoch\)"):
-        manager.fire("on_step_end", step=1)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "10", float("nan")])
@@ -163,14 +138,6 @@ def test_a_list_of_hooks_has_schedules_in_every_loop(loop, tmp_path):
     found = {hook.name: hook.schedule for hook in driver.hooks.describe()}
     wanted = {"often": "every 2", "lr_monitor": "every 4", "norms": "every 3", "steps": "always"}
     assert {**wanted, "early_stopping": "always"}.items() <= found.items()
-
-
-def test_a_registry_and_a_runner_take_the_same_items():
-    items = [every(2, Steps(), name="a"), every(3, Steps(), name="b", enabled=False)]
-    expected = [("a", "every 2", "enabled"), ("b", "every 3", "disabled")]
-    for manager in (HookManager(items), hookline.HookRunner(items), hookline.HookRegistry(items)):
-        infos = manager.describe()
-        assert [(info.name, info.schedule, info.status) for info in infos] == expected
 
 
 def test_an_unknown_name_or_option_in_a_list_is_an_error():
@@ -228,14 +195,6 @@ def test_a_hook_that_counts_calls_itself_follows_its_registration(capsys):
         manager.fire("on_step_end", step=step, loss=1.0, trainer=None)
     printed = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert printed == ["1", "4", "7"]  # it starts with the first
-
-
-def test_a_copy_of_a_manager_keeps_the_schedules_of_built_ins():
-    items = [every(5, hookline.GradientMonitor()), hookline.OptimizerMonitor(every=7)]
-    manager = HookManager(items)
-    for one in (manager, HookManager(manager), copy.deepcopy(manager)):
-        found = [(info.schedule, info.options["log_frequency"]) for info in one.describe()]
-        assert found == [("every 5", 5), ("always", 7)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import math
 import pickle
 import sqlite3
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -62,21 +61,6 @@ def test_numbers_are_floats_read_once_for_all_hooks():
     assert (loss.count, norm.count, lr.count) == (1, 1, 1)
 
 
-def test_a_hook_with_a_schedule_reads_only_when_it_is_due():
-    class Watch(Hook):
-        def on_step_end(self, loss):
-            self.loss = loss
-
-    manager = HookManager()
-    manager.add_hook(hook := Watch(), every=2)
-    manager.add_hook(Watch(), every=2)
-    for step in (1, 2):
-        loss = Reads()
-        manager.fire("on_step_end", step=step, loss=loss)
-        assert loss.count == (step == 2)
-    assert type(hook.loss) is float
-
-
 def test_the_loss_before_backward_is_the_tensor():
     class Watch(Hook):
         def on_before_backward(self, loss):
@@ -124,15 +108,6 @@ def test_double_star_gets_lazy_numbers():
     types = [type(hook.values[name]) for name in ("loss", "lr", "step")]
     assert types == [LazyFloat, LazyFloat, int]
     assert loss.count == 0
-
-
-def test_a_number_that_the_loop_does_not_have_stays_none():
-    class Watch(Hook):
-        def on_step_end(self, loss, grad_norm: LazyFloat):
-            self.seen = loss, grad_norm
-
-    HookManager([hook := Watch()]).fire("on_step_end", loss=None, grad_norm=None)
-    assert hook.seen == (None, None)
 
 
 def test_a_number_that_cannot_be_provided_when_it_is_read_disables_the_hook(caplog):
@@ -260,21 +235,6 @@ def test_metrics_have_the_names_of_the_event_they_were_asked_in():
     assert third.metrics is metrics
 
 
-def test_metrics_named_eval_work_like_others():
-    metrics = Metrics({"val/loss": torch.tensor(0.5)})
-    seen = []
-    hook = Hook()
-    hook.on_eval_end = lambda metrics: seen.append(metrics)
-    HookManager([hook]).fire("on_eval_end", metrics=metrics)
-    (got,) = seen
-    expected = {"eval/loss": 0.5, "eval/perplexity": math.exp(0.5)}
-    assert got == json.loads(json.dumps(got)) == pickle.loads(pickle.dumps(got)) == expected
-    assert got["val/loss"] == got["eval/loss"] == 0.5
-    assert "val/perplexity" in got
-    del got["eval/loss"]
-    assert dict(metrics) == {}
-
-
 # -- the step as one object ------------------------------------------------------------------------
 
 
@@ -311,17 +271,3 @@ def test_steps_that_are_kept_have_the_numbers_of_their_step(clip, in_tensor):
 
 
 # -- cost ------------------------------------------------------------------------------------------
-
-
-def test_the_shares_of_hooks_add_up_after_a_second_fit():
-    class Slow(Hook):
-        def on_step_end(self):
-            time.sleep(0.02)
-
-    trainer = fit(*make(), Slow())
-    once = trainer.hooks.summary()
-    trainer.fit(batches(3))
-    twice = trainer.hooks.summary()
-    assert twice.hooks[0].calls > once.hooks[0].calls
-    assert twice.seconds > once.seconds
-    assert twice.share <= 1

@@ -1,7 +1,5 @@
 """All built-in hooks: options that are checked, and remembered."""
 
-import copy
-import pickle
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -51,13 +49,6 @@ def test_options_are_given_as_they_are_and_remembered() -> None:
     assert hook.hookline_options == ALL | {"monitor": "train/loss", "patience": 7}
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda hook: pickle.loads(pickle.dumps(hook))])
-def test_a_copy_has_the_options_too(copied: Any) -> None:
-    hook = copied(TunedHook(mode="max"))
-    assert hook.hookline_options == ALL | {"mode": "max"}
-    assert hook.made_with[1] == "max"
-
-
 def test_an_unknown_option_names_the_nearest_and_all_there_are() -> None:
     with pytest.raises(hookline.ConfigError) as error:
         TunedHook(patiance=3)  # type: ignore[call-arg]
@@ -103,15 +94,6 @@ def test_the_automatic_name_of_a_built_in_lacks_the_word_hook() -> None:
     assert [manager.add_hook(TunedHook()), manager.add_hook(TunedHook())] == ["tuned", "tuned_2"]
 
 
-def test_describe_shows_the_options() -> None:
-    manager = hookline.HookManager()
-    manager.add_hook(TunedHook(patience=4))
-    info = manager.describe()[0]
-    assert info.options == ALL | {"patience": 4}
-    assert info.purpose == "Does nothing."
-    assert info.cost == "Next to nothing."
-
-
 def test_numbers_from_the_device_are_taken_lazily() -> None:
     for path in BUILT_INS.values():
         kind = load_class(path)
@@ -133,7 +115,6 @@ OTHER_NAMES = {
     "checkpoint": "save_every_n_epochs",
     "activation_stats": "log_interval",
     "attention_monitor": "log_frequency",
-    "runtime_profile": "log_frequency",
 }
 
 

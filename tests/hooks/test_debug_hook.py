@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
-from types import SimpleNamespace
 
 import every_loop
 import pytest
@@ -72,15 +71,6 @@ def test_a_bad_batch_is_named_when_the_loss_is_nan(caplog):
     assert trainer.status == "stopped"
 
 
-def test_a_bad_parameter_is_named_when_the_loss_is_nan(caplog):
-    model, optimizer = make()
-    with torch.no_grad():
-        model.second.weight[1, 2] = NAN
-    train(DebugHook(action="warn", check=["loss"]), model=model, optimizer=optimizer)
-    said = warnings(caplog)[0]
-    assert "The first parameter that is not finite is 'second.weight' (1 NaN and 0 Inf" in said
-
-
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_the_bad_gradient_that_backward_computes_first_is_named(caplog, value):
     train(Poison("gradients", value=value), DebugHook(action="stop"))
@@ -106,19 +96,6 @@ def test_a_finite_training_is_left_alone_and_nothing_is_said(caplog):
     assert trainer.status == "completed"
     assert same(weights(model), weights(other))
     assert warnings(caplog) == []
-
-
-def test_gradients_are_checked_if_the_scaler_is_disabled(caplog):
-    model, optimizer = make()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)  # as in loops that are also run in fp16
-    model.first.register_forward_hook(lambda module, args, output: output / 0)
-    with hookline.attach(model, optimizer, hooks=[DebugHook()], scaler=scaler):
-        for x, y in batches(1):
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert warnings(caplog)[0].startswith("Step 1: The gradients of 4 of 4 parameters")
-    assert warnings(caplog)[0].endswith("the first output that is not finite is that of 'first'.")
 
 
 def test_gradients_that_overflow_under_a_scaler_are_left_to_it(caplog):
@@ -235,31 +212,6 @@ def test_a_forward_that_changes_parameters_is_not_repeated(caplog):
     assert "The model's forward could not be repeated: it changes parameters." in said
 
 
-def test_of_an_accumulated_step_only_the_forward_that_was_looked_at_is_called_finite(caplog):
-    model, optimizer = make()
-    (x, y), *_ = batches(1)
-    with hookline.attach(model, optimizer, hooks=[DebugHook()]):
-        for inputs in (x, x * NAN, x):
-            (F.mse_loss(model(inputs), y) / 3).backward()
-        optimizer.step()
-    said = warnings(caplog)[0]
-    assert "input of the model is finite in the last of the step's 3 forwards, and so" in said
-
-
-def test_a_loss_that_is_checked_after_the_step_blames_no_parameter_for_it(caplog):
-    model, optimizer = make()
-    model.first.register_forward_hook(lambda module, args, output: output / 0)
-    with hookline.attach(model, optimizer, hooks=[DebugHook(check=["loss"])]):
-        for x, y in batches(1):
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-    said = warnings(caplog)[0]
-    assert (
-        "first parameter that is not finite after the step, which may have made it so, is" in said
-    )
-    assert warnings(caplog)[1].endswith("in 1 check(s).")
-
-
 RANKS = """
     import logging, sys, torch, hookline
     import torch.distributed as dist
@@ -311,26 +263,6 @@ def test_one_of_several_processes_repeats_a_forward_only_if_it_does_not_communic
 
 
 # -- stopping --------------------------------------------------------------------------------------
-
-
-def run_unchanged_loop(n, **options):
-    """Run a loop that knows nothing of the session; every step is NaN, and so skipped."""
-    model, optimizer = make()
-    before = weights(model)
-    steps = 0
-    with hookline.attach(model, optimizer, hooks=[DebugHook(action="stop")], **options) as session:
-        for _ in range(n):
-            (F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1]) * NAN).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            steps += 1
-    assert same(weights(model), before)  # all steps were skipped
-    return steps, session
-
-
-def test_a_loop_whose_steps_are_all_skipped_is_stopped_too():
-    with pytest.raises(hookline.StopTraining, match="The gradients of 4 of 4 parameters"):
-        run_unchanged_loop(20, on_stop="raise")
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -417,26 +349,6 @@ def test_gradients_are_checked_in_an_unchanged_bare_loop(caplog):
     ]
 
 
-def test_a_loss_that_a_bare_loop_does_not_provide_is_reported_once(caplog):
-    hook = DebugHook(action="warn")
-    model, _ = make()
-    for step in (1, 2):
-        hook.on_step_end(SimpleNamespace(model=model), step)
-    (said,) = warnings(caplog)
-    assert said.startswith("DebugHook cannot check the loss, because this loop does not provide it")
-
-
-def test_shapes_are_logged_only_where_batches_are_provided():
-    model, optimizer = make()
-    with (
-        pytest.raises(hookline.NotSuppliedError, match=r"debug .*needs on_train_batch_start"),
-        hookline.attach(model, optimizer, hooks=[DebugHook(log_shapes=True)]),
-    ):
-        for x, y in batches(1):
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-
-
 IN_TERMINAL = """
     import torch, hookline
     from hookline.hooks.debugging.debug_hook import DebugHook
@@ -480,10 +392,6 @@ def run_in_terminal(code, folder, answers):
 
 
 # -- finding ---------------------------------------------------------------------------------------
-
-
-def test_values_so_large_that_norms_overflow_are_finite():
-    assert all_finite([torch.full((10,), 1e30), torch.full((4,), 6e4, dtype=torch.float16)])
 
 
 def test_mixed_kinds_of_tensors_are_looked_at():

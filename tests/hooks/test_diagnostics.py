@@ -90,7 +90,7 @@ def test_a_failing_measurement_is_a_failure_of_the_monitor(monkeypatch: Any) -> 
         raise ValueError("not measured")
 
     monkeypatch.setattr(
-        "hookline.hooks.monitoring.attention_monitor.AttentionCalls._measure_logits", fail
+        "hookline.hooks.monitoring.attention_monitor.AttentionCalls._measure_softmax", fail
     )
     model = nn.Sequential(SelfAttention())
     trainer = loops.make_trainer(hookline.AttentionMonitor(log_frequency=1), model=model)
@@ -119,12 +119,6 @@ def test_a_model_without_attention_is_an_error() -> None:
         loops.fit(hookline.AttentionMonitor())
 
 
-# -- Sharpness ------------------------------------------------------------------------------------
-
-
-# -- LossSpikeDetector ----------------------------------------------------------------------------
-
-
 # -- all of them ----------------------------------------------------------------------------------
 
 
@@ -132,7 +126,7 @@ def all_of_them() -> list[hookline.Hook]:
     return [
         hookline.OptimizerMonitor(1),
         hookline.GradientNoiseScale(1),
-        hookline.AttentionMonitor(log_frequency=1, recompute=True),
+        hookline.AttentionMonitor(log_frequency=1),
         hookline.OutlierMonitor(log_frequency=1),
         hookline.LogitMonitor(1),
         hookline.Sharpness(1),

@@ -93,6 +93,7 @@ def make(name: str) -> hookline.Hook:
     return next(hook for hook in all_of_them() if type(hook).__name__ == name)
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_are_the_same_with_a_hook_that_is_toggled(name, unobserved) -> None:
     hook = make(name)
@@ -129,6 +130,7 @@ def methods_of(name: str) -> list[str]:
     ]
 
 
+@pytest.mark.soak(every=4)
 @pytest.mark.parametrize(
     ("name", "method"), [(name, method) for name in NAMES for method in methods_of(name)]
 )

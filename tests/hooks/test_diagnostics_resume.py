@@ -63,9 +63,11 @@ def train(folder: Path, outlier: float, save_at: int, *hooks: Any, resume_from: 
 @pytest.mark.parametrize(
     ("save_at", "kill_at", "outlier"),
     [
-        pytest.param(SPIKE, SPIKE, 1000.0, id="before its loss was read"),
+        pytest.param(SPIKE, SPIKE, 1000.0, id="before its loss was read", marks=pytest.mark.soak),
         pytest.param(SPIKE + 1, SPIKE + 1, math.inf, id="before its event"),
-        pytest.param(SPIKE + 1, SPIKE + AFTER + 3, 1000.0, id="after its event"),
+        pytest.param(
+            SPIKE + 1, SPIKE + AFTER + 3, 1000.0, id="after its event", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_a_spike_is_recorded_once(tmp_path, save_at, kill_at, outlier) -> None:

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from loops import batches, fit, make
-from torch.nn import functional as F
+from loops import batches, fit
 
 import hookline
 from hookline.hooks.notification.heartbeat import Heartbeat
@@ -59,28 +58,9 @@ def test_the_file_follows_training_and_tells_how_it_ended(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["beat.json"]
 
 
-def test_it_is_not_touched_again_before_its_time(tmp_path):
-    path = tmp_path / "beat.json"
-    reads = Reads(path)
-    train(reads, Heartbeat(path, every_seconds=3600))
-    assert [sign["step"] for sign in reads.seen] == [0] * 5
-
-
 def test_by_default_the_file_is_in_the_run_folder(tmp_path):
     trainer = train(Heartbeat(), runs=tmp_path)
     assert json.loads((trainer.run.path / "heartbeat.json").read_text())["status"] == "completed"
-
-
-def test_a_long_validation_gives_signs_too(tmp_path):
-    path = tmp_path / "beat.json"
-    times = []
-
-    class Watches(hookline.Hook):
-        def on_validation_batch_start(self):
-            times.append(json.loads(path.read_text())["time"])
-
-    train(Watches(), Heartbeat(path, every_seconds=ALWAYS), val=batches(3))
-    assert len(set(times)) == 3
 
 
 def test_without_a_place_to_write_it_says_so_once_and_training_goes_on(caplog):
@@ -96,29 +76,6 @@ def test_a_file_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_pat
     assert trainer.status == "completed"
     assert caplog.text.count("Cannot write") == 1
     assert trainer.hooks.describe()[0].failures == 0
-
-
-def test_a_hook_that_is_added_while_training_gives_signs(tmp_path):
-    class AddsLater(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            if step == 2:
-                trainer.add_hook(Heartbeat())
-
-    trainer = train(AddsLater(), runs=tmp_path)
-    assert json.loads((trainer.run.path / "heartbeat.json").read_text())["step"] == 3
-
-
-def test_it_works_in_an_unchanged_bare_loop(tmp_path):
-    path = tmp_path / "beat.json"
-    model, optimizer = make()
-    seen = []
-    with hookline.attach(model, optimizer, hooks=[Heartbeat(path, every_seconds=ALWAYS)]):
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-            seen.append(json.loads(path.read_text())["step"])
-    assert seen == [1, 2, 3]
 
 
 # -- an address ------------------------------------------------------------------------------------

@@ -71,15 +71,6 @@ def test_an_exception_is_logged_as_an_error_with_its_type_and_text(tmp_path, cap
     assert said[-1][1].startswith("Training ends: error at step 2")
 
 
-def test_a_resumed_training_says_where_it_goes_on(tmp_path, caplog):
-    first = train(tmp_path, Saves())
-    caplog.set_level(logging.INFO)
-    train(tmp_path, LoggingHook(), resume_from=first.run.path, max_epochs=2)
-    texts = [text for _, text in lines(caplog)]
-    assert texts[0].startswith("Training starts after step 4: Net")
-    assert texts[1].startswith("Restored step 4 from ")
-
-
 def test_metrics_are_not_read_when_nobody_hears_the_log(caplog):
     read = []
     caplog.set_level(logging.ERROR)
@@ -129,15 +120,6 @@ def test_the_console_shows_every_nth_batch_the_epochs_and_the_end(tmp_path, caps
         "training ends at step 14",
     ]
     assert out[-1] == "training ends at step 14: completed"
-
-
-def test_the_average_is_that_of_the_losses_since_the_last_line(capsys):
-    hook = ConsoleLogHook(log_every_n_batches=2)
-    for i, loss in enumerate((1.0, 2.0, 4.0)):
-        hook.on_train_batch_end(i, "train", i + 1, loss, epoch=0)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("loss 1.0000  average 1.0000")
-    assert second.endswith("loss 4.0000  average 3.0000")
 
 
 def test_console_lines_do_not_tear_a_progress_bar(tmp_path, monkeypatch):
@@ -207,20 +189,6 @@ def test_json_lines_have_timestamp_event_epoch_batch_step_and_loss(tmp_path):
     assert written[7]["status"] == "completed"
 
 
-def test_json_reads_only_the_losses_that_it_writes(tmp_path):
-    read = []
-    hook = JSONLogHook(log_every_n_batches=3, path=tmp_path / "log.jsonl")
-    for i in range(7):
-        hook.on_train_batch_end(None, i, "train", i, LazyFloat(lambda i=i: read.append(i) or 1))
-    assert read == [0, 3, 6]
-
-
-def test_without_a_run_json_goes_to_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train(tmp_path, JSONLogHook(), runs=None)
-    assert records("log.jsonl")[0]["event"] == "train_start"
-
-
 def test_values_that_json_does_not_have_are_written_all_the_same(tmp_path):
     class Odd(hookline.Hook):
         def on_epoch_end(self, metrics):
@@ -243,15 +211,6 @@ def test_json_writes_down_what_went_wrong(tmp_path):
     *_, failure, end = records(tmp_path / "log.jsonl")
     assert (failure["event"], failure["error"]) == ("exception", "ValueError: out of luck")
     assert end["status"] == "error"
-
-
-def test_a_file_that_cannot_be_opened_is_told_once_and_training_goes_on(tmp_path, caplog):
-    (tmp_path / "taken").write_text("a file")
-    hook = JSONLogHook(log_every_n_batches=1, path=tmp_path / "taken" / "log.jsonl")
-    trainer = train(tmp_path, hook)
-    assert trainer.status == "completed"
-    assert trainer.hooks.describe()[0].failures == 1
-    assert "taken" in caplog.text
 
 
 # -- all of them -----------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import loops
-import pytest
 import torch
 from loops import Net, batches, make, train
 
@@ -70,13 +69,6 @@ def test_momentum_and_weight_decay_are_logged_when_asked_for(tmp_path: Path) -> 
     }
 
 
-def test_momentum_of_adam_is_the_first_beta(tmp_path: Path) -> None:
-    model, _ = make()
-    adam = torch.optim.Adam(model.parameters(), betas=(0.8, 0.99))
-    values = fit(tmp_path, LRMonitor(log_momentum=True), parts=(model, adam), data=batches(1))
-    assert values["momentum/Adam"] == [(1, 0.8)]
-
-
 def test_several_groups_and_optimizers_have_names_of_their_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()
@@ -94,18 +86,6 @@ def test_several_groups_and_optimizers_have_names_of_their_own(tmp_path: Path) -
         "lr/SGD_2/group_1": [(1, 0.3)],
         "lr/Adam": [(1, 0.4)],
     }
-
-
-def test_an_optimizer_that_does_not_step_has_used_no_rate(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    optimizers = [
-        torch.optim.SGD(model.first.parameters(), lr=0.1),
-        torch.optim.Adam(model.second.parameters(), lr=0.2),
-    ]
-    values = fit(tmp_path, LRMonitor(), parts=(model, optimizers), optimizer_every=[1, 2])
-    assert [step for step, _ in values["lr/SGD"]] == [1, 2, 3]
-    assert [step for step, _ in values["lr/Adam"]] == [2]
 
 
 def test_a_skipped_step_logs_nothing(tmp_path: Path) -> None:
@@ -142,15 +122,6 @@ def test_a_rate_that_is_a_tensor_is_copied_and_not_read(tmp_path: Path) -> None:
         tmp_path, LRMonitor(), parts=(model, adam), schedulers=halved(adam), data=batches(2)
     )
     assert values["lr/Adam"] == [(1, 0.25), (2, 0.125)]
-
-
-def test_frequency_epoch_asks_a_bare_loop_for_its_epochs() -> None:
-    model, optimizer = make()
-    with (
-        pytest.raises(hookline.NotSuppliedError, match=r"with session\.epoch\(\)"),
-        hookline.attach(model, optimizer, hooks=[LRMonitor(frequency="epoch")], runs=None),
-    ):
-        train(model, optimizer, batches(1))
 
 
 def test_a_number_logs_in_every_nth_step(tmp_path: Path) -> None:

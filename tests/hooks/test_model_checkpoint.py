@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import sys
 from itertools import count
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from loops import batches, make, make_trainer, run_on_two_ranks, same, train, weights
-from typer.testing import CliRunner
 
 import hookline
 from hookline import CheckpointError, ConfigError, HookFailedError, Trainer
@@ -22,7 +20,6 @@ from hookline.checkpoint import (
     load_checkpoint,
 )
 from hookline.checkpoint.retention import remove_checkpoint
-from hookline.cli.app import app
 from hookline.hooks.checkpointing import model_checkpoint
 from hookline.hooks.checkpointing.checkpoint_hook import CheckpointHook
 from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
@@ -84,17 +81,6 @@ def test_the_best_k_stay(tmp_path, save_top_k, expected):
         assert hook.best_model_path is None
         assert hook.best_model_score is None
         assert not best.exists()
-
-
-def test_the_best_checkpoints_are_known_with_their_scores(tmp_path):
-    hook = ModelCheckpoint(save_top_k=2, monitor="val/score", save_last=True)
-    assert hook.best_k_models == {}
-    trainer = fit(tmp_path, Scores(3.0, 1.0, math.nan, 2.0, 4.0), hook, max_epochs=5)
-    folder = trainer.run.checkpoints
-    best = {folder / "epoch=1-step=6": 1.0, folder / "epoch=3-step=12": 2.0}
-    assert list(hook.best_k_models.items()) == list(best.items())
-    assert hook.best_k_models[hook.best_model_path] == hook.best_model_score == 1.0
-    assert len(names(trainer)) == 3  # with the last one
 
 
 def test_without_a_metric_the_newest_stays(tmp_path):
@@ -194,24 +180,6 @@ def test_what_users_saved_themselves_is_never_removed(tmp_path):
     ]
 
 
-def test_a_metric_that_is_missing_stops_training_and_lists_those_there_are(tmp_path):
-    with pytest.raises(HookFailedError) as error:
-        fit(tmp_path, ModelCheckpoint(monitor="val/los"))
-    assert "'val/los', which is missing. Did you mean 'val/loss'?" in str(error.value)
-    assert "The metrics are: 'val/loss'" in str(error.value)
-
-
-def test_two_hooks_with_the_same_names_keep_their_own(tmp_path):
-    one = ModelCheckpoint(monitor="val/score")
-    two = ModelCheckpoint(monitor="val/score", mode="max")
-    trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), one, two)
-    assert one.best_model_score == 1.0
-    assert two.best_model_score == 4.0
-    assert load_checkpoint(one.best_model_path).info["step"] == 6
-    assert load_checkpoint(two.best_model_path).info["step"] == 9
-    assert steps(trainer) == [6, 9]
-
-
 # -- when it saves --------------------------------------------------------------------------------
 
 
@@ -239,14 +207,6 @@ def test_options_say_when_to_save_and_what_to_keep(tmp_path, options, fields, ex
     assert steps(trainer) == expected
 
 
-@pytest.mark.parametrize("never", [False, True])
-def test_without_any_validation_it_saves_at_the_end_of_epochs(tmp_path, never):
-    hook = ModelCheckpoint(save_top_k=-1, monitor="train/loss")
-    fields = {"validate_every_epochs": None} if never else {}
-    trainer = fit(tmp_path, hook, validate=never, max_epochs=2, **fields)
-    assert steps(trainer) == [3, 6]
-
-
 def test_every_n_steps_with_the_latest_metric_there_is(tmp_path):
     hook = ModelCheckpoint(save_top_k=-1, monitor="val/score", every_n_steps=2, filename="{step}")
     trainer = fit(tmp_path, Scores(5.0, 4.0, 3.0, 2.0), hook, max_epochs=3)
@@ -258,34 +218,10 @@ def test_every_n_steps_with_the_latest_metric_there_is(tmp_path):
     assert hook.best_model_score == 4.0
 
 
-def test_every_n_steps_ranks_by_the_loss_of_the_step(tmp_path):
-    hook = ModelCheckpoint(save_top_k=-1, monitor="train/loss", every_n_steps=1)
-    trainer = fit(tmp_path, hook, max_epochs=1)
-    lines = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
-    losses = [r["value"] for r in map(json.loads, lines) if r["name"] == "train/loss"]
-    assert [one["score"] for one in saved(hook)] == losses
-
-
-def test_every_n_steps_saves_a_skipped_step_only_once(tmp_path):
-    class Skips(hookline.Hook):
-        def on_before_optimizer_step(self, trainer, step):
-            if step == 2 and not getattr(self, "skipped", False):
-                self.skipped = True
-                trainer.skip_optimizer_step()
-
-    hook = ModelCheckpoint(save_top_k=-1, every_n_steps=2)
-    assert steps(fit(tmp_path, Skips(), hook, n=5, max_epochs=1)) == [2, 4]
-
-
 def test_every_n_steps_and_a_metric_that_never_comes_is_an_error_after_an_epoch(tmp_path):
     hook = ModelCheckpoint(monitor="val/nothing", every_n_steps=2)
     with pytest.raises(HookFailedError, match="'val/nothing', which is missing"):
         fit(tmp_path, hook)
-
-
-def test_without_every_n_steps_nothing_is_called_per_step(tmp_path):
-    trainer = trainer_of(tmp_path, ModelCheckpoint())
-    assert "on_step_end" not in trainer.hooks.describe()[0].events
 
 
 def test_a_validation_before_training_is_not_saved(tmp_path):
@@ -333,29 +269,10 @@ def test_names_hold_counters_and_metrics_and_are_one_folder(tmp_path, options, e
     assert find_checkpoint(trainer.run.path).name == expected
 
 
-def test_equal_names_never_overwrite_one_another(tmp_path):
-    trainer = fit(tmp_path, ModelCheckpoint(save_top_k=-1, filename="same"))
-    assert names(trainer) == ["same", "same_2", "same_3", "same_4"]
-    assert steps(trainer) == [3, 6, 9, 12]
-
-
 @pytest.mark.parametrize("filename", ["{", "{}", "{epoch!r}", "{val/loss:d}", "{epoch:q}", " "])
 def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
     with pytest.raises(ConfigError, match="filename is"):
         ModelCheckpoint(filename=filename)
-
-
-def test_a_metric_in_the_filename_that_is_missing_is_named(tmp_path):
-    with pytest.raises(HookFailedError, match="'val/x', which is missing"):
-        fit(tmp_path, ModelCheckpoint(filename="{val/x}"))
-
-
-def test_a_folder_of_ones_own(tmp_path):
-    hook = ModelCheckpoint(monitor="val/score", folder=tmp_path / "mine")
-    trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook, runs=None)
-    assert trainer.run is None
-    assert [p.name for p in complete_checkpoints(tmp_path / "mine")] == ["epoch=1-step=6"]
-    assert find_checkpoint(tmp_path / "mine" / "best") == hook.best_model_path
 
 
 # -- refusals -------------------------------------------------------------------------------------
@@ -367,9 +284,11 @@ def test_a_folder_of_ones_own(tmp_path):
         ({"every_n_steps": 2, "every_n_epochs": 2}, "every and every_n_epochs both"),
         ({"every_n_steps": 2, "every_n_minutes": 1}, "every and every_n_minutes both"),
         ({"every_n_minutes": 1, "every_n_epochs": 2}, "every_n_minutes and every_n_epochs both"),
-        ({"save_top_k": -1, "keep_last": 2}, "keeps all checkpoints, so keep_last has no effect"),
-        ({"save_top_k": -1, "keep_every": 2}, "keeps all checkpoints, so keep_every has no effect"),
-        ({"every_n_steps": 5, "keep_every": 5}, "keep_every=5 keeps all checkpoints"),
+        ({"save_top_k": -1, "keep_last": 2}, "so 'keep_last' has no effect"),
+        (
+            {"save_top_k": -1, "keep_every": 2},
+            "so 'keep_every' has no effect",
+        ),
     ],
 )
 def test_options_that_make_no_sense_together_are_refused(options, message):
@@ -409,22 +328,6 @@ def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_by_epochs_and_validations_they_work_in_a_bare_loop(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model, optimizer = make()
-    best, every = ModelCheckpoint(monitor="val/loss"), CheckpointHook(keep=2)
-    with hookline.attach(model, optimizer, hooks=[best, every]) as session:
-        for loss in (2.0, 1.0, 3.0):
-            with session.epoch():
-                train(model, optimizer, batches(2))
-                with session.validation():
-                    session.log("loss", loss)
-    assert best.best_model_score == 1.0
-    assert Path(best.best_model_path).name == "epoch=1-step=4"
-    saved = complete_checkpoints(session.run.checkpoints)
-    assert sorted(p.name for p in saved) == ["epoch=1-step=4", "epoch_0001", "epoch_0002"]
-
-
 # -- failures -------------------------------------------------------------------------------------
 
 
@@ -459,16 +362,6 @@ class Changes(hookline.Hook):
     def on_train_batch_start(self, trainer, step):
         if step + 1 in self.changes:
             self.changes[step + 1](trainer)
-
-
-@pytest.mark.parametrize("make_hook", [lambda: ModelCheckpoint(save_top_k=2), CheckpointHook])
-def test_a_hook_that_is_enabled_after_the_start_saves_from_then_on(tmp_path, make_hook):
-    trainer = trainer_of(tmp_path, max_epochs=4)
-    name = trainer.add_hook(make_hook(), enabled=False)
-    trainer.add_hook(Changes(before_6=lambda trainer: trainer.enable_hook(name)))
-    trainer.fit(batches(3))
-    expected = {"model_checkpoint": ["epoch=2-step=9", "epoch=3-step=12"]}
-    assert names(trainer) == expected.get(name, [f"epoch_000{epoch}" for epoch in (1, 2, 3)])
 
 
 class Blocks(hookline.Hook):
@@ -523,17 +416,6 @@ def test_a_resumed_run_knows_its_checkpoints_and_scores(tmp_path):
     assert [one["score"] for one in saved(hook)] == [3.0, 2.0]
 
 
-def test_a_resumed_run_with_steps_goes_on_with_the_latest_metrics(tmp_path):
-    def hook():
-        return ModelCheckpoint(-1, "val/score", every_n_steps=4, filename="{step}")
-
-    first = fit(tmp_path, Scores(5.0, 4.0), hook(), max_steps=4)
-    again = hook()
-    trainer = fit(tmp_path, again, resume_from=first.run.path, max_epochs=3, validate=False)
-    assert steps(trainer) == [4, 8]
-    assert [one["score"] for one in saved(again)] == [5.0, 5.0]
-
-
 def test_another_metric_than_before_starts_afresh_and_leaves_the_old_ones(tmp_path, caplog):
     first = fit(tmp_path, Scores(4.0), ModelCheckpoint(1, "val/score"), max_epochs=1)
     hook = ModelCheckpoint(1, "val/loss")
@@ -548,24 +430,7 @@ class ScoresByEpoch(hookline.Hook):
         metrics["val/score"] = (3.0, 1.0, 2.0)[epoch]
 
 
-def test_a_second_fit_is_a_run_of_its_own(tmp_path):
-    hook = ModelCheckpoint(monitor="val/score")
-    trainer = trainer_of(tmp_path, Scores(1.0, 2.0, 4.0, 3.0), hook, max_epochs=2)
-    trainer.fit(batches(3), val_loaders=batches(1))
-    first = trainer.run
-    trainer.fit(batches(3), val_loaders=batches(1))
-    assert [p.name for p in complete_checkpoints(first.checkpoints)] == ["epoch=0-step=3"]
-    assert names(trainer) == ["epoch=1-step=6"]
-    assert hook.best_model_score == 3.0
-
-
 # -- CheckpointHook -------------------------------------------------------------------------------
-
-
-def test_checkpoint_hook_saves_every_epoch_by_default(tmp_path):
-    trainer = fit(tmp_path, CheckpointHook())
-    assert names(trainer) == ["epoch_0000", "epoch_0001", "epoch_0002", "epoch_0003"]
-    assert trainer.hooks.list_hooks() == ["checkpoint", "identity"]
 
 
 def test_checkpoint_hook_keeps_the_newest(tmp_path):
@@ -573,13 +438,6 @@ def test_checkpoint_hook_keeps_the_newest(tmp_path):
     assert names(first) == ["epoch_0001", "epoch_0002"]
     trainer = fit(tmp_path, CheckpointHook(keep=2), max_epochs=5, resume_from=first.run.path)
     assert names(trainer) == ["epoch_0003", "epoch_0004"]
-
-
-def test_checkpoint_hook_keeps_the_first_of_every_m_steps(tmp_path):
-    hook = CheckpointHook(keep=1, keep_every=5)
-    assert steps(fit(tmp_path, hook, max_epochs=6)) == [6, 12, 15, 18]
-    with pytest.raises(ConfigError, match="keep=None keeps all checkpoints"):
-        CheckpointHook(keep_every=5)
 
 
 # -- weights only ---------------------------------------------------------------------------------
@@ -624,19 +482,6 @@ def test_a_checkpoint_with_weights_only_has_the_weights_and_little_else(tmp_path
     assert (folder / "last").read_text() == "full_2\n"
 
 
-def test_weights_only_are_loaded_into_a_model_and_exported(tmp_path):
-    trainer = fit(tmp_path, ModelCheckpoint(save_weights_only=True), max_epochs=1)
-    (saved,) = hookline.open_run(trainer.run.path).checkpoints()
-    assert (saved.is_weights_only, saved.is_last) == (True, False)
-    assert same(weights(saved.load_into(make(seed=5)[0])), weights(trainer.model))
-    run = str(trainer.run.path)
-    for command in (["export", run, "-o", str(tmp_path / "model.safetensors")], ["show", run]):
-        done = CliRunner().invoke(app, ["checkpoints", *command])
-        assert done.exit_code == 0, done.output
-    listed = CliRunner().invoke(app, ["checkpoints", "list", run]).output
-    assert "weights-only" in listed
-
-
 def test_a_run_is_resumed_from_the_newest_checkpoint_with_all_of_the_state(tmp_path):
     def hooks():
         best = ModelCheckpoint(2, "val/score", save_weights_only=True, filename="best-{step}")
@@ -668,20 +513,6 @@ def test_a_checkpoint_with_weights_only_cannot_be_resumed_from(tmp_path, start):
         trainer.fit(batches(3), **{start: first.run.path})
     assert same(weights(trainer.model), before)
     assert len(list((tmp_path / "runs").iterdir())) == 1, "no run was started"
-
-
-def test_after_a_signal_everything_is_saved_beside_weights_only(tmp_path):
-    class Signals(hookline.Hook):
-        def on_step_end(self, step):
-            if step == 2:
-                signal.raise_signal(signal.SIGINT)
-
-    hook = ModelCheckpoint(save_weights_only=True, every_n_steps=2, filename="weights")
-    trainer = trainer_of(tmp_path, hook, Signals())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit(batches(3))
-    assert names(trainer) == ["step_000002", "weights"]
-    assert find_checkpoint(trainer.run.path).name == "step_000002"
 
 
 def test_weights_only_work_in_a_bare_loop(tmp_path):

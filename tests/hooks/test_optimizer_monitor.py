@@ -168,22 +168,3 @@ def test_sparse_gradients_are_measured(tmp_path) -> None:
     assert (1, "optimizer/head.weight/rms_ratio") in found
     last = {key: value for key, value in expected.items() if "head" in key[1]}
     assert {key: found[key] for key in last} == pytest.approx(last, rel=1e-3)
-
-
-class QuantizedAdam(torch.optim.Adam):
-    """Keeps its second moment in eight bits between steps, as optimizers for large models do."""
-
-    def step(self, closure: Any = None) -> Any:
-        for state in self.state.values():
-            state["exp_avg_sq"] = state["exp_avg_sq"].float() / 1e3
-        loss = super().step(closure)
-        for state in self.state.values():
-            state["exp_avg_sq"] = (state["exp_avg_sq"] * 1e3).to(torch.uint8)
-        return loss
-
-
-def test_a_quantized_second_moment_is_not_taken_for_one(tmp_path) -> None:
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
-    found, _ = train(tmp_path, model, QuantizedAdam(model.parameters(), lr=0.01))
-    measures = {name.rpartition("/")[2] for _, name in found}
-    assert measures == {"update_ratio", "effective_lr"}

@@ -99,14 +99,6 @@ def test_outliers_of_all_sizes_in_large_and_tiny_batches(shape, size, piece, mon
     assert measure(rows) == pytest.approx(expected_of(rows), rel=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions_are_measured(dtype) -> None:
-    rows = odd_features(20, 8).to(dtype)
-    assert measure(rows) == pytest.approx(expected_of(rows), rel=1e-3)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert measure(rows) == pytest.approx(expected_of(rows), rel=1e-3)
-
-
 def test_nothing_is_infinite_or_divided_by_zero() -> None:
     zeros = measure(torch.zeros(4, 3))
     assert math.isnan(zeros.pop("kurtosis"))
@@ -119,13 +111,6 @@ def test_nothing_is_infinite_or_divided_by_zero() -> None:
         rows = torch.randn(4, 3)
         rows[1, 2] = value
         assert all(math.isnan(number) for number in measure(rows).values())
-
-
-def test_the_first_tensor_of_numbers_is_measured() -> None:
-    rows = odd_features(6, 4)
-    expected = pytest.approx(expected_of(rows), rel=1e-3)
-    assert measure((torch.arange(3), None, {"hidden": rows})) == expected
-    assert measure(rows[0]) == pytest.approx(expected_of(rows[:1]), rel=1e-3)
 
 
 def test_modules_without_numbers_are_named_once(tmp_path, caplog) -> None:
@@ -264,9 +249,3 @@ def test_what_has_no_logits_is_said_once(form, options, text, tmp_path, caplog) 
     warnings = [one.message for one in caplog.records if "LogitMonitor" in one.message]
     assert len(warnings) == 1
     assert text in warnings[0]
-
-
-def test_positions_are_evenly_spaced(tmp_path) -> None:
-    model = Returning((100, 4), lambda logits: logits)
-    expected = expected_logits(model.logits[::15], -1)
-    assert logit_values(tmp_path, model, max_positions=7) == pytest.approx(expected, rel=1e-5)

@@ -106,11 +106,7 @@ def assert_same(first: Any, second: Any, place: str = "") -> None:
 
 
 HOW: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"clip_norm": 0.1},
-    "accumulated": {"accumulate": 2},
-    "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16", "accumulate": 2},
+    "accumulated": {"accumulate": 2, "clip_norm": 0.1},
     "several optimizers": {"optimizer_every": [1, 2], "precision": "fp16"},
     "compiled": {},
 }

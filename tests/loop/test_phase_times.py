@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import Hook, Trainer, TrainerConfig
-from hookline.hooks.monitoring.runtime_profile import RuntimeProfile
 from hookline.loop import phase_times
 from hookline.loop.phase_times import PHASES, PhaseTimes
 from hookline.runs.system_sampler import SystemSampler
@@ -266,7 +265,7 @@ EVERY_LOOP = {**LOOPS, "plain bare loop": plain_loop}
 def test_no_phase_takes_longer_than_the_run_or_less_than_nothing(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", "0.001")
     began = time.perf_counter()
-    _, session = EVERY_LOOP[name]([RuntimeProfile(1)], tmp_path)
+    _, session = EVERY_LOOP[name]([], tmp_path)
     duration = time.perf_counter() - began
     assert session.hooks.summary().failures == {}
     opened = hookline.open_run(session.run.path)
@@ -276,12 +275,6 @@ def test_no_phase_takes_longer_than_the_run_or_less_than_nothing(name, tmp_path,
     assert {"forward", "backward"} <= set(times)  # each 0 if estimates of hooks take all of it
     recorded = [row["value"] for row in opened.metrics("time/*")]
     assert not recorded or (min(recorded) >= 0 and sum(recorded) <= duration)
-    profile = [row for row in opened.metrics("profile/*") if row["name"].endswith("_ms")]
-    assert {row["name"].split("time_")[1] for row in profile} == {
-        *("data_ms", "forward_ms", "backward_ms", "optimizer_ms")
-    }
-    assert min(row["value"] for row in profile) >= 0
-    assert sum(row["value"] for row in profile) <= 1e3 * duration
 
 
 def test_the_report_of_a_loop_that_loads_its_own_data_says_that_forward_includes_it(tmp_path):

@@ -20,7 +20,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {  # those that record within a few s
     "gradient_monitor": {"log_frequency": 2, "log_histogram": True},
     "lr_monitor": {"log_momentum": True, "log_weight_decay": True},
     "activation_stats": {"log_interval": 2},
-    "runtime_profile": {"log_frequency": 3},
     "monitor": {"modules": "first"},
     "optimizer_monitor": {"log_frequency": 2},
     "outlier_monitor": {"modules": "first", "log_frequency": 2},
@@ -31,10 +30,6 @@ ELSEWHERE = {  # these need other loops and models: tests/hooks/test_diagnostics
     "gradient_noise_scale": "accumulation, or several ranks",
     "loss_spike_detector": "a spike",
     "sharpness": "the trainer",
-}
-
-CANNOT = {  # what an unchanged loop does not provide, and a hook therefore cannot record
-    "runtime_profile": {"profile/train/samples_per_second"},  # needs batches
 }
 
 
@@ -75,7 +70,7 @@ def test_a_built_in_hook_leaves_the_same_names(name: str, tmp_path: Path) -> Non
     expected = in_trainer(make_hook(), tmp_path / "trainer")
     assert len(expected) > 2
     assert in_loop(make_hook(), tmp_path / "told", told=True) == expected
-    expected -= {"train/loss_epoch"} | CANNOT.get(name, set())  # it has no epochs
+    expected -= {"train/loss_epoch"}  # it has no epochs
     assert in_loop(make_hook(), tmp_path / "unchanged", told=False) == expected
 
 

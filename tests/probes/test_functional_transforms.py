@@ -106,23 +106,6 @@ def test_transforms_outside_of_training_are_not_disturbed(
     assert not [record for record in caplog.records if "saw no" in record.getMessage()]
 
 
-def test_a_transform_within_the_model_hides_only_what_is_in_it() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.outer(vmap(self.inner)(x))
-
-    model = Experts()
-    with hookline.probe(model, "**") as results:
-        for _ in range(2):
-            model(torch.ones(3, 8))
-    assert set(results) == {"", "outer"}
-    assert [state.call for state in results.states("outer")] == [0, 0]
-
-
 def test_an_edit_acts_within_a_transform_and_can_be_toggled_there() -> None:
     model, x = Model(), batches(1)[0][0]
     edit = Edit.scale("first", 0.0, enable_intervention=True)
@@ -140,33 +123,6 @@ def test_an_edit_acts_within_a_transform_and_can_be_toggled_there() -> None:
         assert not grad(lambda row: toggled(row).sum())(x[0]).any()
 
 
-def test_a_forward_hook_stands_aside_with_one_message(caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[float] = []
-
-    class Sums(hookline.ForwardHook):
-        def __call__(self, activations: torch.Tensor) -> None:
-            seen.append(activations.sum().item())
-
-    _, session = train_per_sample(Sums())
-    assert (session.hooks.describe()[0].failures, len(seen), len(messages(caplog))) == (0, 3, 1)
-
-
-def test_a_step_without_backward_has_no_loss_that_could_be_nan(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    _, session = train_per_sample(hookline.DebugHook())
-    assert "NaN" not in caplog.text
-    assert session.hooks.describe()[0].failures == 0
-
-
-@pytest.mark.slow
-def test_a_compiled_transform_is_not_disturbed() -> None:
-    model, x = Model(), batches(1)[0][0]
-    with Monitor("**").attach(model):
-        compiled: Any = torch.compile(vmap(model), backend="aot_eager")
-        torch.testing.assert_close(compiled(x), vmap(model)(x))
-
-
 # -- nested tensors -------------------------------------------------------------------------------
 
 
@@ -182,11 +138,9 @@ def make_encoder() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 MEASURES: dict[str, Callable[[], Probe]] = {
     "monitor": lambda: Monitor("**"),
     "all": lambda: Monitor("**", ["histogram", "dead", "forward_time_ms", "memory"]),
-    "functions": lambda: Monitor("**", functions={"own": lambda x: x.square().mean()}),
     "debug": lambda: Debug("**", ["nonfinite", {"magnitude": 1e6}, "dead"]),
     "condition": lambda: Debug("**", lambda x: x.sum() > 1e9),
     "capture": lambda: Capture("**"),
-    "reduced": lambda: Capture("**", reduce="mean"),
 }
 
 
@@ -203,27 +157,3 @@ def test_inference_on_nested_tensors_is_not_disturbed(kind: str) -> None:
     if isinstance(probe, Capture):
         assert "layers.1.norm2" in probe
         assert repr(probe.states())
-
-
-def values_of(probe: Probe, layout: Any) -> Any:
-    inner = [torch.ones(2, 3), torch.tensor([[5.0, 0.0, 5.0]] * 4)]
-    nested = torch.nested.nested_tensor(inner, layout=layout)
-    model = nn.Sequential(nn.Identity())
-    with probe.attach(model):
-        model(nested)
-    return probe.report() if isinstance(probe, Monitor) else str(probe.findings)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
-def test_the_statistics_of_a_nested_tensor_are_those_of_its_values(layout: Any) -> None:
-    metrics = ["mean", "std", "min", "max", "zeros", "nonfinite", "norm", "dead", "histogram"]
-    inner = torch.cat([torch.ones(2, 3), torch.tensor([[5.0, 0.0, 5.0]] * 4)])
-    model, dense = nn.Sequential(nn.Identity()), Monitor("0", metrics)
-    with dense.attach(model):
-        model(inner)
-    assert values_of(Monitor("0", metrics), layout) == dense.report()
-    found = values_of(Debug("0", [{"magnitude": 4}, lambda x: x.min() == 0]), layout)
-    assert "magnitude above 4" in found
-    assert "high=5.0" in found
-    assert "lambda" in found

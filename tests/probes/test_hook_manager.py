@@ -6,8 +6,6 @@ import copy
 import gc
 import logging
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -72,33 +70,7 @@ def test_the_example_runs_as_it_stands(capsys):
     assert hooks_on(transformer_layer) == 0
 
 
-def test_the_names_of_the_document_and_ours_are_the_same():
-    assert HookManager is Probes
-
-
-def test_importing_it_is_cheap():
-    code = (
-        "import sys, hookline, hookline.probes\n"
-        "assert 'torch' not in sys.modules\n"
-        "from hookline.probes import HookManager\n"
-        "assert 'hookline.probes.monitor' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # -- capture
-
-
-@pytest.mark.parametrize("kept", ["input", "output"])
-def test_what_is_not_to_be_captured_is_not(kept):
-    layer = nn.Linear(2, 3)
-    with HookManager() as manager:
-        options = {"capture_input": kept == "input", "capture_output": kept == "output"}
-        manager.register_capture_hook(layer, "a", **options)
-        layer(torch.ones(1, 2))
-        [state] = manager.get_captured_states("a")
-        assert (state.input is not None, state.kwargs is not None) == (kept == "input",) * 2
-        assert (state.output is not None) == (kept == "output")
 
 
 def test_further_options_of_capture():
@@ -130,19 +102,6 @@ def test_several_hooks_on_one_module_have_states_of_their_own():
         assert [len(manager.get_captured_states(one)) for one in "ab"] == [0, 0]
 
 
-def test_removing_frees_what_was_captured():
-    layer, manager = nn.Linear(2, 3), HookManager()
-    manager.register_capture_hook(layer, "a")
-    layer(torch.ones(1, 2))
-    gone = weakref.ref(manager.get_captured_states("a")[0].output)
-    assert manager.nbytes > 0
-    manager.remove_hook("a")
-    gc.collect()
-    assert gone() is None
-    assert manager.nbytes == 0
-    assert hooks_on(layer) == 0
-
-
 # -- the constructor's arguments
 
 
@@ -155,7 +114,7 @@ def test_max_captured_states_is_over_all_hooks():
             layer(torch.full((1, 2), float(i)))
             other(torch.full((1, 2), float(i)))
         other(torch.ones(1, 2))
-        counts = {info.id: info.captured for info in manager.describe()}
+        counts = {hook_id: manager.get_hook(hook_id).counts for hook_id in "ab"}
         assert counts == {"a": Counts(2, 1, 1), "b": Counts(3, 3)}
         kept = [s.input[0][0, 0].item() for s in manager.get_captured_states("a")]
         assert kept == [1]
@@ -171,24 +130,13 @@ def test_cleanup_interval_is_the_captures_between_two_clean_ups():
     assert kept == [1, 2, 3, 3, 4, 5, 6, 3, 4]
 
 
-def test_states_beyond_the_default_number_are_reported_with_their_count(caplog):
-    layer = nn.Identity()
-    with HookManager() as manager:
-        manager.register_capture_hook(layer, "a", capture_input=False)
-        for i in range(1003):
-            layer(torch.tensor(i))
-        assert len(manager.get_captured_states("a")) == 1000
-    assert "drops captured states that do not fit" in caplog.text
-    assert "because of max_captured_states=1000." in caplog.text
-
-
 REGISTERED = {
     "capture": lambda manager, module: manager.register_capture_hook(module, "a", gradient=True),
     "monitoring": lambda manager, module: manager.register_monitoring_hook(
         module, "a", metrics=["mean", "dead", "forward_time_ms"]
     ),
     "debug": lambda manager, module: manager.register_debug_hook(module, "a", gradients=True),
-    "edit": lambda manager, module: manager.register_edit_hook(module, "a", "scale", 2.0),
+    "edit": lambda manager, module: manager.register_probe(module, "a", Doubles("")),
 }
 
 
@@ -224,8 +172,6 @@ def test_edits_need_enable_intervention():
     with HookManager() as manager:
         with pytest.raises(ProbeError, match=r"HookManager|Probes\(enable_intervention=True\)"):
             manager.register_probe(layer, "twice", Doubles(""))
-        with pytest.raises(ProbeError, match="does not allow edits"):
-            manager.register_edit_hook(layer, "twice")
         assert torch.equal(layer(x), plain)
         assert manager.list_hooks() == []
     with HookManager(enable_intervention=True) as manager:
@@ -264,44 +210,25 @@ def test_a_monitoring_hook_has_the_default_statistics_or_those_asked_for():
         numbers = manager.get_metrics("a")
         assert numbers["mean"] == pytest.approx(out.mean().item(), abs=1e-6)
         assert {"mean", "std"} <= set(numbers)
-        assert manager.report()["b"] == {"max": pytest.approx(out.max().item())}
-        with pytest.raises(ProbeError, match="'a' is registered as 'monitoring' and captures"):
+        assert manager.get_metrics("b") == {"max": pytest.approx(out.max().item())}
+        with pytest.raises(ProbeError, match="'a' is a Monitor, which captures nothing"):
             manager.get_captured_states("a")
 
 
 ALL_METRICS = ["mean", "std", "max", "histogram", "dead", "forward_time_ms", "memory"]
 
 
-def test_reading_metrics_does_not_empty_a_monitoring_hook():
+def test_metrics_are_of_the_calls_since_they_were_last_read():
     layer = nn.Linear(2, 3)
-    outputs, own = [], {"own": lambda x: x.mean()}
     with HookManager() as manager:
-        manager.register_monitoring_hook(layer, "a", ALL_METRICS, functions=own)
-        for _ in range(3):
-            outputs.append(layer(torch.randn(4, 2)).detach())
-            numbers = manager.get_metrics("a")
-            assert manager.get_metrics("a") == numbers == manager.report()["a"]
-            together = torch.cat(outputs)
-            assert numbers["mean"] == pytest.approx(together.mean().item(), abs=1e-6)
-            assert numbers["own"] == pytest.approx(together.mean().item(), abs=1e-6)
-            assert numbers["std"] == pytest.approx(together.std(correction=0).item(), abs=1e-6)
-            assert sum(numbers["histogram"]["counts"]) == together.numel()
-        assert manager.get_metrics("a", reset=True) == numbers
+        manager.register_monitoring_hook(layer, "a", ALL_METRICS)
+        outputs = torch.cat([layer(torch.randn(4, 2)).detach() for _ in range(3)])
+        numbers = manager.get_metrics("a")
+        assert set(numbers) == set(ALL_METRICS)
+        assert numbers["mean"] == pytest.approx(outputs.mean().item(), abs=1e-6)
         assert manager.get_metrics("a") == {}
         last = layer(torch.randn(4, 2)).detach()
-        assert manager.report(reset=True)["a"]["max"] == pytest.approx(last.max().item())
-        assert manager.report() == {"a": {}}
-
-
-def test_a_debug_hook_looks_for_what_is_not_finite(caplog):
-    layer = nn.Linear(2, 3)
-    with HookManager() as manager, caplog.at_level(logging.WARNING, "hookline"):
-        manager.register_debug_hook(layer, "a")
-        layer(torch.ones(1, 2))
-        assert manager.get_findings("a") == []
-        layer(torch.full((1, 2), float("nan")))
-        assert len(manager.get_findings("a")) == 1
-    assert "'a'" in caplog.text
+        assert manager.get_metrics("a")["max"] == pytest.approx(last.max().item())
 
 
 def test_a_debug_hook_that_is_to_stop_is_not_isolated():
@@ -310,7 +237,7 @@ def test_a_debug_hook_that_is_to_stop_is_not_isolated():
         manager.register_debug_hook(layer, "a", action="stop")
         with pytest.raises(ProbeError, match="'a' found"):
             layer(torch.full((1, 2), float("nan")))
-        with pytest.raises(ProbeError, match="'a' is registered as 'debug' and measures nothing"):
+        with pytest.raises(ProbeError, match="'a' is a DebugProbe, which measures nothing"):
             manager.get_metrics("a")
 
 
@@ -324,23 +251,10 @@ def test_every_counts_the_calls_of_the_module():
             layer(torch.full((1, 2), float("nan" if i == 3 else i)))
         assert [s.input[0][0, 0].item() for s in manager.get_captured_states("states")[1:]] == [6]
         assert manager.get_metrics("numbers").keys() == {"max"}  # the third call was not measured
-        assert manager.get_findings("findings") == []
+        assert manager.get_hook("findings").findings == []
         with pytest.raises(ValueError, match="every is 0"):
             manager.register_capture_hook(layer, "wrong", every=0)
         assert manager.list_hooks() == ["states", "numbers", "findings"]
-
-
-def test_an_edit_hook():
-    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
-    plain = layer(x)
-    with HookManager(enable_intervention=True) as manager:
-        manager.register_edit_hook(layer, "a", "scale", 3.0)
-        assert torch.allclose(layer(x), plain * 3)
-        manager.disable_hook("a")
-        assert torch.equal(layer(x), plain)
-        manager.enable_hook("a")
-        assert torch.allclose(layer(x), plain * 3)
-    assert torch.equal(layer(x), plain)
 
 
 # -- errors
@@ -373,14 +287,6 @@ def test_ids_that_are_taken_unknown_or_none():
                 manager.register_capture_hook(layer, nothing)
 
 
-@pytest.mark.parametrize("thing", [None, "layer", torch.ones(1), nn.Linear])
-def test_anything_but_a_module_is_an_error(thing):
-    with HookManager() as manager:
-        with pytest.raises(TypeError, match=r"'a': module is .*; expected a torch\.nn\.Module"):
-            manager.register_capture_hook(thing, "a")
-        assert manager.list_hooks() == []
-
-
 def test_register_probe_takes_a_probe_that_is_not_attached_yet():
     layer = nn.Linear(2, 3)
     with HookManager() as manager:
@@ -390,14 +296,6 @@ def test_register_probe_takes_a_probe_that_is_not_attached_yet():
             manager.register_probe(layer, "b", probe)
         with pytest.raises(TypeError, match="expected a Probe"):
             manager.register_probe(layer, "b", 3)
-
-
-def test_a_closed_manager_cannot_be_used():
-    manager = HookManager()
-    manager.close()
-    manager.close()
-    with pytest.raises(ProbeError, match="closed"):
-        manager.register_capture_hook(nn.Linear(2, 3), "a")
 
 
 # -- on exit
@@ -429,9 +327,10 @@ def test_hooks_are_toggled_and_listed():
         manager.disable_hook("a")
         layer(torch.ones(1, 2))
         assert manager.get_captured_states("a") == []
-        info = {one.id: one for one in manager.describe()}
-        assert (info["a"].enabled, info["a"].kind, info["a"].module) == (False, "capture", "Linear")
-        assert (info["b"].enabled, info["b"].kind, info["b"].captured) == (True, "monitoring", None)
+        assert [(one.name, one.enabled) for one in manager.describe()] == [
+            ("a", False),
+            ("b", True),
+        ]
         manager.enable_hook("a")
         layer(torch.ones(1, 2))
         assert len(manager.get_captured_states("a")) == 1
@@ -464,16 +363,6 @@ def test_a_failing_probe_does_not_fail_the_model_and_is_disabled_after_three(cap
         for _ in range(3):
             layer(x)
         assert (manager.describe()[0].failures, manager.describe()[0].enabled) == (4, True)
-
-
-def test_failures_in_backward_are_isolated_too():
-    layer = nn.Linear(2, 3)
-    with HookManager() as manager:
-        kept = {"capture_input": False, "capture_output": False}
-        manager.register_capture_hook(layer, "a", **kept, gradient=True, select=9)
-        layer(torch.ones(1, 2)).sum().backward()
-        assert layer.weight.grad is not None
-        assert manager.describe()[0].failures == 1
 
 
 def test_what_must_not_be_isolated_is_not():

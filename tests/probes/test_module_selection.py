@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from typing import Optional, Union
 
 import pytest
 import torch
@@ -124,24 +121,6 @@ def test_modules_are_chosen_in_the_models_order(net, which, expected):
     assert names(net, which) == expected
 
 
-def test_a_name_that_looks_like_a_glob_is_a_name_first():
-    model = nn.ModuleDict({"a": nn.ReLU(), "[a]": nn.GELU()})
-    assert select(model, "[a]") == {"[a]": model["[a]"]}
-
-
-def test_types_can_be_joined(net):
-    both = names(net, (nn.GELU, WideMlp))
-    assert names(net, WideMlp | nn.GELU) == both
-    assert names(net, Union[WideMlp, nn.GELU]) == both  # noqa: UP007 - as people write it
-    assert "Optional" in error_message(net, Optional[nn.Conv2d])  # noqa: UP045
-
-
-def test_a_module_chooses_itself(net):
-    assert select(net, net.blocks[1].mlp) == {"blocks.1.mlp": net.blocks[1].mlp}
-    assert select(net, net) == {"": net}
-    assert list(select(net, net.blocks)) == ["blocks"]  # and is no list of modules
-
-
 # -- when nothing is found
 
 
@@ -198,17 +177,6 @@ def test_a_function_with_other_parameters_is_an_error_that_names_them(net):
     assert "lambda" in str(caught.value)
 
 
-def test_compiling_does_not_change_names(net):
-    model = torch.compile(net)
-    assert clean_names(model) == clean_names(net) == dict(net.named_modules())
-    assert select(model, "") == {"": net}
-    assert names(model, "blocks.*.mlp") == BLOCK_MLPS
-    assert select(model, nn.Module) == clean_names(net)
-    seen = []
-    select(model, lambda name, module: seen.append(module) or True)
-    assert seen == list(net.modules())  # no wrapper
-
-
 def test_names_with_wrapper_parts_are_understood(net):
     model = torch.compile(net)
     assert list(select(model, "_orig_mod.head")) == ["head"]
@@ -217,14 +185,6 @@ def test_names_with_wrapper_parts_are_understood(net):
     assert list(select(model, "_orig_mod.blocks.*.mlp")) == BLOCK_MLPS
     assert list(select(net, "module.head")) == ["head"]  # noted down from a DDP model
     assert list(select(net, "module")) == [""]
-
-
-def test_activation_checkpointing_does_not_change_names(net):
-    plain = clean_names(net)
-    for i, block in enumerate(net.blocks):
-        net.blocks[i] = checkpoint_wrapper(block)
-    assert clean_names(net) == plain
-    assert list(select(net, "blocks.1._checkpoint_wrapped_module.mlp")) == ["blocks.1.mlp"]
 
 
 def test_ddp_and_compiling_do_not_change_names(net, group):
@@ -266,19 +226,6 @@ def test_an_attribute_of_the_model_called_module_is_kept():
     assert clean_name("module.0") == "module.0"
 
 
-def test_choosing_modules_imports_no_wrapper():
-    script = (
-        "import sys, torch\n"
-        "from hookline.probes.module_selection import select\n"
-        "before = set(sys.modules)\n"
-        "select(torch.nn.Sequential(torch.nn.ReLU()), '*')\n"
-        "print([name for name in set(sys.modules) - before if name.startswith('torch')])\n"
-        "print('torch._dynamo' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:2] == ["[]", "False"], done.stderr
-
-
 # -- tied modules
 
 
@@ -294,20 +241,6 @@ def test_a_tied_module_is_there_once(tied):
     assert list(select(tied, "*")) == ["encoder", "middle"]
 
 
-@pytest.mark.parametrize(
-    "which",
-    ["decoder.0", "dec*.0", "re:d.*0", re.compile("d.*0"), lambda name, _: name == "decoder.0"],
-)
-def test_a_tied_module_has_the_name_that_was_asked_for(tied, which):
-    assert select(tied, which) == {"decoder.0": tied["encoder"][0]}
-
-
-def test_a_module_that_contains_itself_is_walked_once():
-    model = nn.Sequential(nn.Sequential(nn.ReLU()))
-    model[0].add_module("parent", model)
-    assert list(clean_names(model)) == ["", "0", "0.0"]
-
-
 # -- parameters
 
 
@@ -320,7 +253,7 @@ def test_stars_in_patterns_of_parameters_mean_the_same_as_for_modules(net):
     ]
     assert match_names(["**"], names) == names
     assert match_names([r"re:(embed|head)\.bias"], names) == ["embed.bias", "head.bias"]
-    assert match_names(["^mlp.*s$"], names) == ["mlp.up.bias", "mlp.down.bias"]
+    assert match_names(["re:mlp.*s"], names) == ["mlp.up.bias", "mlp.down.bias"]
     with pytest.raises(ConfigError, match=r"'blocks.0.norm.weight' has more: write '\*\*'"):
         match_names(["blocks.*"], names)
     with pytest.raises(ConfigError, match="has to match the whole name"):

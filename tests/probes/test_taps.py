@@ -82,7 +82,6 @@ def _nothing_is_left() -> Any:
     yield
     assert taps_module._registered == ()
     assert not taps_module._enabled
-    assert not taps_module._EDITING
 
 
 def x_of(n: int = 3) -> torch.Tensor:
@@ -104,30 +103,6 @@ def test_a_probe_sees_named_values_by_name_and_by_glob() -> None:
     call = deep.calls[-1]
     assert call.output is out
     assert (call.module, call.args, call.kwargs, call.index) == (None, (), {}, 0)
-
-
-def test_values_that_occur_several_times_are_counted_within_a_forward() -> None:
-    class Loop(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(3):
-                x = tap(x + 1, "x")
-            return x
-
-    model, probe = Loop(), Seen("x")
-    probe.attach(model)
-    model(torch.zeros(1))
-    model(torch.zeros(1))
-    probe.detach()
-    assert [call.index for call in probe.calls] == [0, 1, 2, 0, 1, 2]
-    assert [float(call.output) for call in probe.calls] == [1, 2, 3, 1, 2, 3]
-
-
-def test_a_probe_is_on_modules_and_taps_at_once() -> None:
-    model, probe = Model(), Seen("last", modules="blocks.*")
-    probe.attach(model)
-    model(x_of())
-    probe.detach()
-    assert probe.names == ["blocks.0", "blocks.1", "last"]
 
 
 def test_another_model_with_the_same_names_is_not_seen() -> None:
@@ -208,20 +183,6 @@ def test_a_probe_that_is_off_sees_nothing_and_leaves_nothing() -> None:
     model(x_of())
     assert probe.names == ["last"]
     probe.detach()
-
-
-def test_attaching_many_times_leaves_nothing() -> None:
-    model, probe = Model(), Seen("last")
-    for _ in range(300):
-        probe.attach(model)
-        model(torch.zeros(1, 4))
-        probe.detach()
-    assert len(probe.calls) == 300
-    attachment = weakref.ref(probe.attach(model))
-    model(torch.zeros(1, 4))
-    probe.detach()
-    gc.collect()
-    assert attachment() is None
 
 
 def test_a_model_that_is_gone_takes_its_probe_along() -> None:
@@ -342,36 +303,38 @@ def test_without_probes_taps_compile_away() -> None:
 
 @pytest.mark.slow
 def test_a_probe_attached_before_compiling_sees_taps_and_is_toggled_without_compiling() -> None:
-    inner, probe, edit = Model(), Seen("**"), Double("block.*.scores")
-    attachments = [edit.attach(inner), probe.attach(inner)]
-    model, counter = compiled(inner, "inductor")
-    x = x_of()
-    by_hand, plain = gradients(DoubledByHand(), x_of()), gradients(Model(), x_of())
-    for got, expected in zip(gradients(model, x), by_hand, strict=True):
+    inner, probe = Model(), Seen("**")
+    attachment = probe.attach(inner)
+    model, counter = compiled(inner)
+    x, plain = x_of(), gradients(Model(), x_of())
+    for got, expected in zip(gradients(model, x), plain, strict=True):
         torch.testing.assert_close(got, expected)
     assert probe.names == ["block.0.scores", "block.1.scores", "last"]
     assert all(call.compiled and call.index == 0 for call in probe.calls)
-    edited = 2 * inner.blocks[0].inner(x)
-    torch.testing.assert_close(probe.calls[0].output, edited.detach())
+    torch.testing.assert_close(probe.calls[0].output, inner.blocks[0].inner(x).detach())
     other = torch.compile(Model(), fullgraph=True, backend="aot_eager")  # it shares the code
     torch.testing.assert_close(other(x), Model()(x))
     assert len(probe.calls) == 3
-    for _ in range(10):
-        for attachment in attachments:
-            attachment.disable()
-        for got, expected in zip(gradients(model, x), plain, strict=True):
-            torch.testing.assert_close(got, expected)
+    for _ in range(3):
+        attachment.disable()
+        model(x)
         assert len(probe.calls) == 3
-        attachments[0].enable()
-        torch.testing.assert_close(gradients(model, x)[0], by_hand[0])
-    attachments[1].enable()
+    attachment.enable()
     model(x)
     assert len(probe.calls) == 6
     assert model_graphs(counter) == 1
-    edit.detach()
     probe.detach()
     for got, expected in zip(gradients(model, x), plain, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_an_edit_of_a_tap_in_a_compiled_model_is_an_error() -> None:
+    inner, edit = Model(), Double("last")
+    edit.attach(inner)
+    model, _ = compiled(inner)
+    with pytest.raises(ProbeError, match="An edit of a tap needs a model that is not"):
+        model(x_of())
+    edit.detach()
 
 
 @pytest.mark.slow
@@ -399,22 +362,6 @@ def test_a_probe_attached_after_compiling_is_compiled_once_more(
     assert not [record for record in caplog.records if record.name == "hookline"]
 
 
-@pytest.mark.slow
-def test_in_a_compiled_model_with_checkpointing_a_value_is_seen_once() -> None:
-    inner, probe, edit = Model("non-reentrant"), Seen("**"), Double("block.*.scores")
-    edit.attach(inner)
-    probe.attach(inner)
-    torch.compiler.reset()
-    model = torch.compile(inner, backend="aot_eager")
-    for got, expected in zip(
-        gradients(model, x_of()), gradients(DoubledByHand(), x_of()), strict=True
-    ):
-        torch.testing.assert_close(got, expected)
-    edit.detach()
-    probe.detach()
-    assert probe.names == ["block.0.scores", "block.1.scores", "last"]
-
-
 class Calls(nn.Module):
     """Calls itself, some times over."""
 
@@ -426,17 +373,6 @@ class Calls(nn.Module):
         x = self.inner(x)
         x = self(x, times - 1) if times > 1 else x
         return tap(x, "here")
-
-
-def test_a_model_that_calls_itself_is_seen_whole() -> None:
-    model, probe = Calls(), Seen("here", modules="inner")
-    probe.attach(model)
-    for _ in range(2):
-        model(x_of())
-    calls = [(call.name, call.index) for call in probe.calls]
-    once = [(name, i) for name in ("inner", "here") for i in range(3)]
-    assert calls == once * 2
-    probe.detach()
 
 
 def test_a_forward_that_was_interrupted_does_not_count_as_still_running() -> None:

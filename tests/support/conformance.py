@@ -204,8 +204,6 @@ def built_ins(folder: Path, webhook: str, loop: str = "trainer") -> list[Any]:
         hookline.LossSpikeDetector(window=4, min_steps=4),
         hookline.LRMonitor(),
         hookline.ActivationStats(log_interval=2),
-        hookline.RuntimeProfile(log_frequency=2),
-        hookline.TorchProfiler(active=1, folder=folder / "traces"),
         hookline.LoggingHook(),
         hookline.ConsoleLogHook(),
         hookline.JSONLogHook(path=str(folder / "log.jsonl")),

@@ -22,8 +22,6 @@ BUILT_INS: Mapping[str, str] = {
     "loss_spike_detector": "hookline.hooks.monitoring.loss_spike_detector.LossSpikeDetector",
     "lr_monitor": "hookline.hooks.monitoring.lr_monitor.LRMonitor",
     "activation_stats": "hookline.hooks.monitoring.activation_stats.ActivationStats",
-    "runtime_profile": "hookline.hooks.monitoring.runtime_profile.RuntimeProfile",
-    "torch_profiler": "hookline.hooks.monitoring.torch_profiler.TorchProfiler",
     "logging": "hookline.hooks.monitoring.logging_hook.LoggingHook",
     "console_log": "hookline.hooks.monitoring.console_log.ConsoleLogHook",
     "json_log": "hookline.hooks.monitoring.json_log.JSONLogHook",

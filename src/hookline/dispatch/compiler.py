@@ -11,17 +11,15 @@ to that:
         try: a_step = context.step             # each argument once, only those that hooks require
         except NotProvided as error: until_timed += 1; return skip_and_retry(context, error)
         except Exception as error: until_timed += 1; return fail_and_retry(context, error)
-        try:
-            hook0(a_step)
-            hook1(a_step)
-        except Exception as error:             # the line number identifies the hook
-            index = error.__traceback__.tb_lineno - 9
-            fatal = handle_failure(index, error)
-        else: return
-        resume(context, index + 1, fatal, a_step)  # the remaining hooks are still called
+        fatal = None
+        try: hook0(a_step)                     # a `try` costs nothing
+        except Exception as error: fatal = first_error(fatal, handle_failure(0, error))
+        try: hook1(a_step)
+        except Exception as error: fatal = first_error(fatal, handle_failure(1, error))
+        if fatal is not None: raise fatal
 
-When a hook has a schedule or is timed at each call, every call has its own `try`, as in `timed` and
-`resume`. `tests/dispatch/golden/dispatchers.txt` shows complete examples.
+`timed` is the same with a clock around each call. `tests/dispatch/golden/dispatchers.txt` shows
+complete examples.
 
 All other names are globals that belong to one dispatcher. A hook that is removed while an event is
 being fired is replaced there (`hook0`), so that it is not called any more.
@@ -97,10 +95,7 @@ class Source:
 def make_source(signatures: tuple[CallSignature, ...]) -> Source:
     """Return the source that defines `dispatch` and the functions it calls."""
     writer = SourceWriter(signatures)
-    if any(signature.scheduled or signature.clocked for signature in signatures):
-        lines = [*writer.guarded("dispatch"), "", *writer.guarded("timed")]
-    else:
-        lines = [*writer.unguarded(), "", *writer.resume(), "", *writer.guarded("timed")]
+    lines = [*writer.function("dispatch"), "", *writer.function("timed")]
     calls = [(i, HOOK_CALL.match(line)) for i, line in enumerate(lines)]
     return Source(
         tuple(line + "\n" for line in lines),
@@ -147,54 +142,20 @@ class SourceWriter:
         ]
         self.has_optional = any(signature.has_optional for signature in signatures)
 
-    def unguarded(self) -> list[str]:
-        """Write `dispatch` for hooks that are called each time: one `try` around all calls."""
-        lines = ["def dispatch(context):", *self._count_event(), *self._load_arguments()]
-        lines.append("    try:")
-        first_call = len(lines) + 1
-        lines += [f"        {self._call(i)}" for i in range(len(self.signatures))]
-        return [
-            *lines,
-            "    except Exception as error:",
-            f"        index = error.__traceback__.tb_lineno - {first_call}",
-            "        fatal = handle_failure(index, error)",
-            "    else: return",
-            f"    resume({self._shared('context', 'index + 1', 'fatal')})",
-        ]
-
-    def resume(self) -> list[str]:
-        """Write `resume`: call the hooks from `start` on, after the one before has failed."""
-        lines = [f"def resume({self._shared('context', 'start', 'fatal')}):"]
-        for i in range(len(self.signatures)):
-            lines.append(f"    if start <= {i}:")
-            lines += self._guarded_call(i, "        ", clocked=False)
-        return [*lines, "    if fatal is not None: raise fatal"]
-
-    def guarded(self, name: str) -> list[str]:
-        """Write `timed`, or a `dispatch` with scheduled or clocked hooks: a `try` per call."""
+    def function(self, name: str) -> list[str]:
+        """Write `dispatch`, or `timed`: the same with a clock around each call."""
         timed = name == "timed"
         counters = [f"calls{i}" for i, call in enumerate(self.signatures) if call.scheduled]
         lines = [f"def {name}(context):", "    global " + ", ".join(["until_timed", *counters])]
         if timed:  # added after the call instead of set: other threads may have counted meanwhile
             lines += ["    gap = next_gap(context)", "    until_timed += gap"]
         else:
-            lines += self._count_event()[1:]
+            lines.append("    until_timed = remaining = until_timed - 1")
+            lines.append("    if remaining <= 0: return timed(context)")
         lines += [*self._load_arguments(), "    fatal = None"]
         for i, signature in enumerate(self.signatures):
             lines += self._call_when_due(i, clocked=timed or signature.clocked)
         return [*lines, "    if fatal is not None: raise fatal"]
-
-    def _count_event(self) -> list[str]:
-        return [
-            "    global until_timed",
-            "    until_timed = remaining = until_timed - 1",
-            "    if remaining <= 0: return timed(context)",
-        ]
-
-    def _shared(self, *names: str) -> str:
-        """Return the arguments that `dispatch` passes to `resume`."""
-        loaded = [value.variable for value in self.always_loaded]
-        return ", ".join([*names, *loaded, *(["values"] if self.has_optional else [])])
 
     def _load_arguments(self) -> list[str]:
         loads = [f"{value.variable} = {_source_of(value)}" for value in self.always_loaded]

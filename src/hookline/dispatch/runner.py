@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from hookline.context import StepContext
 from hookline.dispatch.entry import Entry
 from hookline.dispatch.manager import HookManager
-from hookline.dispatch.settings import HookLike
 from hookline.errors import SignatureError
 from hookline.hook import Hook
 
@@ -45,21 +44,8 @@ class HookRunner(HookManager):
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks in their order; `add_hook` adds one, and another list may be assigned."""
+        """The hooks in their order; `add_hook` adds one."""
         return tuple(entry.hook for entry in self._entries)
-
-    @hooks.setter
-    def hooks(self, hooks: Iterable[HookLike]) -> None:
-        with self._lock:
-            before = self._registrations()
-            self.clear_hooks()
-            try:
-                kept = {id(each.hook): each for each in before}
-                self.register_hooks([kept.get(id(hook), hook) for hook in hooks])
-            except BaseException:
-                self.clear_hooks()
-                self.register_hooks(before)
-                raise
 
     def on_train_begin(self, config: Any) -> None:
         """Fire `on_train_start`. Hooks may ask for `config` in every later event too."""

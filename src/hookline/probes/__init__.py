@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hookline.probes.flow import Flow as Flow
     from hookline.probes.flow import gradient_flow as gradient_flow
     from hookline.probes.hook_manager import HookManager as HookManager
-    from hookline.probes.hook_manager import ProbeInfo as ProbeInfo
     from hookline.probes.hook_manager import Probes as Probes
     from hookline.probes.monitor import Monitor as Monitor
     from hookline.probes.probe import Probe as Probe
@@ -37,7 +36,7 @@ _MODULES = {
     "debug_probe": ("Debug", "DebugProbe", "Finding"),
     "edit": ("Edit",),
     "flow": ("Flow", "gradient_flow"),
-    "hook_manager": ("HookManager", "ProbeInfo", "Probes"),
+    "hook_manager": ("HookManager", "Probes"),
     "monitor": ("Monitor",),
     "probe": ("Probe",),
     "store": ("CapturedState", "Counts", "Store"),

@@ -232,7 +232,8 @@ class Site:
         attachment = self.attachment
         probe = attachment.probe
         call, _ = attachment.local.state.pop(self.name, tensors)
-        if not attachment.enabled or (probe.edits and probe.compiled_edit(self.name) is not None):
+        is_edited = probe.edits and self.module is not None  # an edit of a tap is not compiled
+        if not attachment.enabled or (is_edited and probe.compiled_edit(self.name) is not None):
             return
         index = attachment.count(self.name)
         if call is None or not call.compiled:  # its start was not compiled with it
@@ -252,8 +253,8 @@ class Site:
         if self._check_returned(returned) is not None:
             raise ProbeError(
                 f"The probe '{self.attachment.probe.probe_name}' returned a value for "
-                f"'{self.name}', which is compiled: an edit has to be compiled with it. Implement "
-                "its compiled_edit()."
+                f"'{self.name}', which is compiled. An edit of a module has to be compiled with "
+                "it: implement its compiled_edit(). An edit of a tap needs a model that is not."
             )
 
     def _check_returned(self, returned: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
 from typing import Annotated, Any, ClassVar, overload
@@ -26,7 +26,7 @@ from hookline.probes.call import Call
 from hookline.probes.extractor import OutputGradients, TensorExtractor
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
-from hookline.probes.store import CapturedState, Counts, PendingState, Store, Wait
+from hookline.probes.store import CapturedState, Counts, Store
 from hookline.tensors.name_patterns import clean_name
 from hookline.tensors.nested import tensors_in
 
@@ -59,7 +59,7 @@ def probe(
         every: Capture only in the forwards N, 2N, 3N … of the model, and all calls of its modules
             outside of its own forward.
         options: Options of `Capture`: `input=True` and `kwargs=True` also keep the arguments,
-            `gradient=True` the gradients of outputs; `device`, `dtype`, `select`, `reduce` …
+            `gradient=True` the gradients of outputs; `device`, `dtype`, `select` …
 
     Returns:
         A mapping from names of modules and taps to their captured calls.
@@ -105,13 +105,10 @@ class Capture(BuiltIn, Probe):
             without a backward, in compiled models and reentrant activation checkpointing, for a
             leaf that is returned, such as a parameter, which has its own `.grad`, and for a view
             that is changed in place, if it is not that of a linear layer.
-        device: Where to keep tensors, such as `"cpu"`; by default on their device.
+        device: Where to keep tensors; by default on their device. Copying to `"cpu"` waits for it.
         dtype: The dtype to keep floating-point tensors in, such as `"float16"`; by default theirs.
         select: The part of each tensor to keep: an index, such as `0`, `slice(4)` or `":, -1"`, or
-            a function that returns a tensor.
-        reduce: How to reduce each tensor, or that part: `"mean"`, `"sum"`, `"std"`, `"norm"`,
-            `"max"`, `"min"` or `"abs_max"`, or a function that returns a tensor.
-        dim: The dimensions to reduce over; by default all.
+            a function that returns a tensor, such as `lambda x: x.mean(0)`.
         layer_idx: The layer's number, for the states; by default the first number in the module's
             name, if it has one.
         max_states: How many states to keep, over all modules; by default all.
@@ -140,8 +137,6 @@ class Capture(BuiltIn, Probe):
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         select: Any = None,
-        reduce: str | Callable[[Tensor], Tensor] | None = None,
-        dim: int | list[int] | tuple[int, ...] | None = None,
         layer_idx: Annotated[int, Field(ge=0)] | None = None,
         max_states: PositiveInt | None = None,
         memory_limit_mb: PositiveFloat | None = _MEMORY_LIMIT_MB,
@@ -155,7 +150,7 @@ class Capture(BuiltIn, Probe):
             )
         self._contents = {"input": input, "output": output, "kwargs": kwargs, "gradient": gradient}
         self.wants_before = self.wants_input = input or kwargs
-        self._extractor = TensorExtractor(self, device, dtype, select, reduce, dim)
+        self._extractor = TensorExtractor(self, device, dtype, select)
         self._copies_output = output and self._extractor.copies_only
         self._layer_idx = layer_idx
         if store is not None and (max_states, memory_limit_mb) != (None, _MEMORY_LIMIT_MB):
@@ -189,28 +184,23 @@ class Capture(BuiltIn, Probe):
         """Capture a call of a module."""
         name = call.name
         layer = self._layers[name] if name in self._layers else self._layer_of(name)
-        cls = PendingState if self._extractor.is_async else CapturedState
-        state = cls(name, self.probe_name, call.step, call.epoch, call.index, layer)
-        waits: list[Wait] = []
+        state = CapturedState(name, self.probe_name, call.step, call.epoch, call.index, layer)
         if self.wants_input and call.module is not None:
             saved = None if call.input_replaced else call.saved
-            (state.input, state.kwargs), waits = saved or self._capture_inputs(call)
+            state.input, state.kwargs = saved or self._capture_inputs(call)
         output = call.output
         if type(output) is Tensor and self._copies_output:  # the usual case
             state.output = output.detach().clone()
         elif self._contents["output"]:
-            state.output = self._extractor.extract(output, name, waits)
-        if isinstance(state, PendingState):
-            state.waits = waits
+            state.output = self._extractor.extract(output, name)
         key = self.store.add(self._key, state)
         if self._contents["gradient"]:
             self._expect_gradient(call, key)
 
-    def _capture_inputs(self, call: Call) -> tuple[Any, list[Wait]]:
+    def _capture_inputs(self, call: Call) -> Any:
         args = call.args if self._contents["input"] else None
         kwargs = dict(call.kwargs) if self._contents["kwargs"] else None
-        waits: list[Wait] = []
-        return self._extractor.extract((args, kwargs), call.name, waits), waits
+        return self._extractor.extract((args, kwargs), call.name)
 
     def _layer_of(self, name: str) -> int | None:
         numbers = (int(part) for part in name.split(".") if part.isdecimal())

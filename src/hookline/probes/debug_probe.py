@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from hookline.arguments import check_mapping, read_attribute, show_value
-from hookline.errors import ArgumentError, ConfigError, HookFailedError, ProbeError, listed, nearest
+from hookline.arguments import check_number, read_attribute, show_value
+from hookline.errors import ArgumentError, ConfigError, HookFailedError, ProbeError, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
@@ -32,8 +32,6 @@ _MAX_FINDINGS = 100  # above it they are only counted
 
 Conditions: TypeAlias = Any
 """`"nonfinite"`, `"dead"`, `{"magnitude": 1e4}`, a function of a tensor, or a list of these."""
-
-_NAMES = ("nonfinite", "magnitude", "dead")
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,9 @@ class Condition:
 class Finding:
     """The first call in which a condition held.
 
-    Args:
-        module: The name of the module or tap.
-        condition: The condition.
-        of: Whether it held for the output or for the gradient of the output.
-        step: The number of optimizer steps completed before; None outside of training.
-        epoch: The epoch; None outside of training.
-        call: The number of the module's call in its forward, from 0.
-        low: The smallest value; NaN if there was one.
-        high: The largest value; NaN if there was one.
-        others: The modules after it for which the condition held before it was checked.
+    `of` says whether it held for the output or for its gradient. `low` and `high` are the smallest
+    and the largest value, NaN if there was one; `others` are the modules after it for which the
+    condition held before it was checked. `step` and `epoch` are None outside of training.
     """
 
     module: str
@@ -335,41 +326,25 @@ def _find(condition: Condition, found: Finding, values: list[Any]) -> Finding | 
 
 def _read_conditions(wanted: Conditions) -> Iterator[Condition]:
     """Yield the conditions that a user gave; None stands for `"nonfinite"`."""
-    if wanted is None or isinstance(wanted, str):
-        yield _named(wanted or "nonfinite", True)
-    elif isinstance(wanted, Mapping):
-        for name, value in check_mapping("conditions", wanted).items():
-            if value is not False:
-                yield _named(name, value)
+    if isinstance(wanted, list | tuple):
+        for condition in wanted:
+            yield from _read_conditions(condition)
+    elif wanted is None or wanted == "nonfinite":
+        yield Condition("nonfinite", _is_nonfinite)
+    elif wanted == "dead":
+        yield Condition("dead", _is_dead)
     elif callable(wanted):
         name = read_attribute(wanted, "__qualname__") or type(wanted).__qualname__
         yield Condition(name.rpartition(".<locals>.")[2], function=wanted)
-    elif isinstance(wanted, list | tuple) and not any(isinstance(one, list) for one in wanted):
-        for condition in wanted:
-            yield from _read_conditions(condition)
+    elif isinstance(wanted, Mapping) and list(wanted) == ["magnitude"]:
+        check_number("magnitude", value := wanted["magnitude"], 0, is_included=False)
+        yield Condition(f"magnitude above {value:g}", partial(_is_above, value))
     else:
+        hint = nearest(wanted, ("nonfinite", "dead")) if isinstance(wanted, str) else ""
         raise ConfigError(
-            f"{show_value(wanted)} is not a condition. Give a name ({listed(_NAMES)}), a mapping "
-            "such as {'magnitude': 1e4}, a function of a tensor, or a list of these."
+            f"{show_value(wanted)} is not a condition.{hint} Give 'nonfinite', 'dead', "
+            "{'magnitude': 1e4}, a function of a tensor, or a list of these."
         )
-
-
-def _named(name: str, value: Any) -> Condition:
-    if name == "magnitude":
-        if value is True or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(
-                f"'magnitude' needs a positive number, as in {{'magnitude': 1e4}}; got "
-                f"{show_value(value)}."
-            )
-        return Condition(f"magnitude above {value:g}", partial(_is_above, value))
-    if name not in _NAMES:
-        raise ConfigError(
-            f"Unknown condition '{name}'.{nearest(name, _NAMES)} The conditions are: "
-            f"{listed(_NAMES)}."
-        )
-    if value is not True:
-        raise ConfigError(f"The condition '{name}' is True or False; got {show_value(value)}.")
-    return Condition(name, _is_dead if name == "dead" else _is_nonfinite)
 
 
 def _is_above(value: float, low: float, high: float) -> bool:

@@ -6,18 +6,15 @@ import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
-from pydantic import NonNegativeInt
 from torch import nn
 
 from hookline.arguments import describe_value, read_attribute, show_value
 from hookline.errors import ConfigError, ProbeError, listed
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
-from hookline.probes.attention import FunctionWatch, heads_of, output_projection
 from hookline.probes.call import Call
 from hookline.probes.capture import Calls, Capture, ProbeResults
 from hookline.probes.extractor import parse_index
@@ -50,14 +47,12 @@ class Edit(BuiltIn, Probe):
             the calls of one module, a captured state or a tensor.
         coefficient: The factor of `add`.
         at: An index into the tensor, such as `(slice(None), -1)` or, as text, `":, -1"`; None for
-            all of it. `at="input"` is short for `where="input"`.
+            all of it.
         part: Which tensor, if a module returns several: a position, a key, or a list of these from
             the outside in; None for the first. Of the input: a position, or a keyword.
         taps: Which of the values that `hookline.tap` names to change, too.
         enable_intervention: The permission to change training.
         where: Whether to change the `"output"` of the modules or their `"input"`, before they run.
-        head: The number of a head: the modules are attention modules of torch or transformers, and
-            what changes is this head's slice of the input of their output projection.
     """
 
     cost = "The computation of the edit itself, at each call of its modules."
@@ -80,23 +75,14 @@ class Edit(BuiltIn, Probe):
         taps: str | list[str] | tuple[str, ...] = (),
         enable_intervention: bool = False,
         where: Literal["output", "input"] = "output",
-        head: NonNegativeInt | None = None,
     ) -> None:
         if not enable_intervention:
             raise ProbeError(
                 "An edit changes the outputs of modules. Allow it with enable_intervention=True."
             )
         super().__init__(modules, taps)
-        if isinstance(at, str) and at in ("input", "output"):
-            where, at = ("input" if at == "input" else "output"), None
-        if head is not None:
-            if taps or part is not None:
-                raise ConfigError("Edit: head is for attention modules, without taps and part.")
-            where = "input"  # of the output projection
         if where == "input" and taps:
             raise ConfigError("Edit: a tap has no input. Use where='output' for taps.")
-        self._head = head
-        self._heads: dict[str, int] = {}  # of each attention module
         self._where = where
         self.wants_before = self.edits_input = where == "input"
         self._part = _input_path(part) if self.edits_input else part
@@ -107,7 +93,7 @@ class Edit(BuiltIn, Probe):
         self.hookline_options = {
             **self.hookline_options,
             "modules": _describe(modules),
-            "value": _describe(value),
+            "value": _describe(self._value),
             "at": _describe(at),
             "where": where,
         }
@@ -141,10 +127,6 @@ class Edit(BuiltIn, Probe):
         """Return what replaces the arguments of a module, if the edit is of inputs."""
         if not self.edits_input or call.compiled:
             return None
-        if self._head is not None and isinstance(call.module, nn.MultiheadAttention):
-            call.saved = _ProjectionInput(call.module, partial(self._edit, name=call.name))
-            call.saved.start(call.module)
-            return None
         return self._edit_within((call.args, dict(call.kwargs)), call.name)
 
     def choose(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -152,23 +134,10 @@ class Edit(BuiltIn, Probe):
         chosen = super().choose(model)
         for name in chosen:
             self._value_for(name)
-        if self._head is None:
-            return chosen
-        return {name: self._projection(name, module) for name, module in chosen.items()}
-
-    def _projection(self, name: str, module: nn.Module) -> nn.Module:
-        """Return the module whose input is edited for a head of an attention module."""
-        projection, heads = output_projection(name, module), heads_of(module) or 0
-        if self._head is not None and self._head >= heads:
-            raise ConfigError(f"Edit: head={self._head}, but '{name}' has {heads} heads, from 0.")
-        self._heads[name] = heads
-        # This one calls no projection: it passes its weight to a function.
-        return module if isinstance(module, nn.MultiheadAttention) else projection
+        return chosen
 
     def after(self, call: Call) -> Any:
         """Return what replaces the output of a module."""
-        if isinstance(call.saved, _ProjectionInput):
-            call.saved.stop()
         return None if self.edits_input else self._edit_within(call.output, call.name)
 
     def _edit_within(self, value: Any, name: str) -> Any:
@@ -181,55 +150,29 @@ class Edit(BuiltIn, Probe):
 
     def compiled_edit(self, name: str) -> Callable[[Any, torch.Tensor], Any]:
         """Return the edit as a function that can be compiled."""
-        attachment = self.attachment
-        site = None if attachment is None else attachment.sites.get(name)
-        is_multi_head = (
-            self._head is not None
-            and site is not None
-            and isinstance(site.module, nn.MultiheadAttention)
-        )
 
         def edit(value: Any, is_active: torch.Tensor) -> Any:
-            if is_multi_head:
-                raise ProbeError(
-                    f"'{name}' is a compiled nn.MultiheadAttention, whose heads cannot be edited. "
-                    "Compile the model without it, or do not compile."
-                )
             path, x = _get_at(value, self._part, self._subject(name))
             return _set_at(value, path, torch.where(is_active, self._edit(x, name), x))
 
         return edit
 
     def _edit(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if self._head is not None:
-            width = x.shape[-1] // self._heads[name]
-            index: Any = (..., slice(self._head * width, (self._head + 1) * width))
-            result = x.clone()
-            result[index] = self._edit_at(x[index], name, self._at, x, index)
-            return result
-        return self._edit_at(x, name, self._at, x, self._at)
-
-    def _edit_at(
-        self, x: torch.Tensor, name: str, at: Any, full: torch.Tensor, index: Any
-    ) -> torch.Tensor:
-        """Return a tensor with what replaces its elements at an index; None for all of them.
-
-        `index` is where the elements are in the full tensor, which a value to patch with may be of.
-        """
-        if at is None:
-            return self._operate(x, name, full, index)
+        """Return a tensor with what replaces its elements at the index; without one, all of it."""
+        if self._at is None:
+            return self._operate(x, name, x)
         try:
-            selected = x[at]
+            selected = x[self._at]
         except (IndexError, RuntimeError, TypeError) as error:
             raise ProbeError(
-                f"at={_describe(at)} does not fit the {self._subject(name)}, which is "
+                f"at={_describe(self._at)} does not fit the {self._subject(name)}, which is "
                 f"{shape_text(x)}: {error}"
             ) from error
         result = x.clone()
-        result[at] = self._operate(selected, name, full, index)
+        result[self._at] = self._operate(selected, name, x)
         return result
 
-    def _operate(self, x: torch.Tensor, name: str, full: torch.Tensor, index: Any) -> torch.Tensor:
+    def _operate(self, x: torch.Tensor, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return what replaces `x`, the selected part of the full tensor."""
         value = self._value_for(name)
         if self._operation == "ablate":
@@ -244,10 +187,8 @@ class Edit(BuiltIn, Probe):
         if self._operation == "replace" and callable(value):
             new = _check_result(value(x.clone()), x, self._subject(name))  # it may work in place
             return new if new.requires_grad or not x.requires_grad else _replace(x, new)
-        if isinstance(value, CapturedState):
-            value = self._captured_tensor(value)
-        if self._operation == "patch" and index is not None and value.shape == full.shape:
-            value = value[index]
+        if self._operation == "patch" and self._at is not None and value.shape == full.shape:
+            value = value[self._at]  # captured as a whole
         return _replace(x, self._convert(value, x, name))
 
     def _convert(self, value: Any, x: torch.Tensor, name: str) -> Any:
@@ -270,12 +211,8 @@ class Edit(BuiltIn, Probe):
             is_valid = is_valid or callable(value)
             expected = "a tensor, a number or a function"
         elif operation == "patch":
-            value = _last_captured(value)
-            states = value.values() if isinstance(value, _ByName) else [value]
-            is_valid = all(isinstance(state, torch.Tensor | CapturedState) for state in states)
-            for state in states:
-                if isinstance(state, CapturedState):
-                    self._captured_tensor(state)  # raises if it was not captured
+            value = self._captured_tensors(value)
+            is_valid = isinstance(value, torch.Tensor | _ByName)
             expected = "what hookline.probe returned, a captured state or a tensor"
         if not is_valid:
             raise ConfigError(
@@ -285,6 +222,19 @@ class Edit(BuiltIn, Probe):
             with torch.inference_mode(False):
                 return value.clone()
         return value
+
+    def _captured_tensors(self, source: Any) -> Any:
+        """Return the tensor to patch with, or those of the last call of each captured module."""
+        if isinstance(source, ProbeResults):
+            source = source.capture
+        if isinstance(source, Capture):
+            found = _ByName((name, self._captured_tensor(source[name][-1])) for name in source)
+            if not found:
+                raise ProbeError("Edit: nothing was captured to patch with. Call the model first.")
+            return found
+        if isinstance(source, Calls):
+            source = source[-1]
+        return self._captured_tensor(source) if isinstance(source, CapturedState) else source
 
     def _captured_tensor(self, state: CapturedState) -> torch.Tensor:
         captured = (state.input, state.kwargs) if self.edits_input else state.output
@@ -309,35 +259,8 @@ class Edit(BuiltIn, Probe):
         )
 
 
-class _ProjectionInput(FunctionWatch):
-    """Edits the input of the output projection of `nn.MultiheadAttention`, in one call of it."""
-
-    def __init__(self, module: nn.MultiheadAttention, edit: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self._weight = module.out_proj.weight
-        self._edit = edit
-
-    def see(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call a function; the projection with another input."""
-        if func is nn.functional.linear and len(args) > 1 and args[1] is self._weight:
-            args = (self._edit(args[0]), *args[1:])
-        return func(*args, **kwargs)
-
-
 class _ByName(dict[str, Any]):
-    """The states to patch modules with, by the modules' names."""
-
-
-def _last_captured(source: Any) -> Any:
-    """Return the last call of each module that a probe has captured."""
-    if isinstance(source, ProbeResults):
-        source = source.capture
-    if isinstance(source, Capture):
-        states = _ByName((name, source[name][-1]) for name in source)
-        if not states:
-            raise ProbeError("Edit: nothing was captured to patch with. Call the model first.")
-        return states
-    return source[-1] if isinstance(source, Calls) else source
+    """The tensors to patch modules with, by the modules' names."""
 
 
 def _input_path(part: Part) -> Part:
@@ -382,20 +305,14 @@ def _check_result(new: Any, x: torch.Tensor, subject: str) -> torch.Tensor:
     return new
 
 
-def _describe(value: Any, depth: int = 0) -> Any:
+def _describe(value: Any) -> Any:
     """Return a value for the run's manifest: a tensor as its shape and a hash."""
-    if isinstance(value, ProbeResults | Capture | Calls):
-        value = _last_captured(value)
     if isinstance(value, _ByName):
-        return {name: _describe(state) for name, state in value.items()}
-    if isinstance(value, CapturedState):
-        place = {"captured": value.module, "probe": value.probe}
-        tensors = [_describe(tensor) for tensor in value.tensors()]
-        return {**place, "step": value.step, "call": value.call, "tensors": tensors}
+        return {name: _describe(tensor) for name, tensor in value.items()}
     if isinstance(value, torch.Tensor):
         return f"{shape_text(value)}{_describe_hash(value)}"
-    if type(value) in (tuple, list) and depth < _MAX_DEPTH:
-        return [_describe(item, depth + 1) for item in value]
+    if type(value) in (tuple, list):
+        return [_describe(item) for item in value]
     if isinstance(value, nn.Module):
         return f"{type(value).__name__}(…)"
     if value is None or isinstance(value, str | int | float | bool):
@@ -446,7 +363,7 @@ def _set_at(output: Any, path: tuple[Any, ...], new: torch.Tensor) -> Any:
         return new
     key, rest = path[0], path[1:]
     if isinstance(output, tuple | list):
-        at = _fields(output).index(key) if isinstance(key, str) else key % len(output)
+        at = key % len(output)
         items = [_set_at(item, rest, new) if i == at else item for i, item in enumerate(output)]
         if type(output) is tuple:
             return tuple(items)
@@ -485,15 +402,9 @@ def _get_item(value: Any, key: Any, subject: str) -> Any:
     if isinstance(value, tuple | list):
         if isinstance(key, int) and -len(value) <= key < len(value):
             return value[key]
-        if isinstance(key, str) and key in _fields(value):
-            return getattr(value, key)
     elif isinstance(key, str) and not isinstance(value, torch.Tensor) and hasattr(value, key):
         return getattr(value, key)
     size = f" of {len(value)}" if isinstance(value, Mapping | tuple | list) else ""
     raise ProbeError(
         f"The {subject} has no part {show_value(key)}: it is a {type(value).__name__}{size}."
     )
-
-
-def _fields(value: Any) -> tuple[str, ...]:
-    return tuple(getattr(value, "_fields", ()))

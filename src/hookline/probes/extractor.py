@@ -1,7 +1,4 @@
-"""Extracts tensors and their gradients: a part, reduced, in another dtype or on another device.
-
-Nothing here waits for the device. Whoever reads a copy to the CPU waits for it: see `PendingState`.
-"""
+"""Extracts tensors and their gradients: a part, in another dtype or on another device."""
 
 from __future__ import annotations
 
@@ -15,24 +12,11 @@ import torch
 from torch import Tensor
 
 from hookline.arguments import show_value
-from hookline.errors import ConfigError, HookFailedError, ProbeError, listed, nearest
+from hookline.errors import ConfigError, HookFailedError, ProbeError, nearest
 from hookline.hook import Hook
-from hookline.probes.store import Store, Wait, shape_text
+from hookline.probes.store import Store, shape_text
 from hookline.tensors.nested import map_tensors
 from hookline.tensors.observation import Observation
-from hookline.tensors.sharded import nested_values
-
-_Dims = int | tuple[int, ...] | None
-REDUCTIONS: dict[str, Callable[[Tensor, _Dims], Tensor]] = {
-    "mean": lambda x, dim: torch.mean(_as_real(x), dim),
-    "sum": lambda x, dim: torch.sum(x, dim),
-    "std": lambda x, dim: torch.std(_as_real(x), dim),
-    "norm": lambda x, dim: torch.linalg.vector_norm(_as_real(x), dim=dim),
-    "max": lambda x, dim: torch.amax(x, () if dim is None else dim),
-    "min": lambda x, dim: torch.amin(x, () if dim is None else dim),
-    "abs_max": lambda x, dim: torch.amax(x.abs(), () if dim is None else dim),
-}
-"""The named reductions, each over some dimensions or all."""
 
 
 class TensorExtractor:
@@ -44,8 +28,6 @@ class TensorExtractor:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         select: Any = None,
-        reduce: str | Callable[[Tensor], Tensor] | None = None,
-        dim: int | list[int] | tuple[int, ...] | None = None,
     ) -> None:
         self._probe = probe
         try:
@@ -55,29 +37,18 @@ class TensorExtractor:
         self._dtype = _parse_dtype(dtype) if isinstance(dtype, str) else dtype
         is_index = select is not None and not callable(select)
         self._select = parse_index(select, "select") if is_index else select
-        if isinstance(reduce, str) and reduce not in REDUCTIONS:
-            raise ConfigError(
-                f"Unknown reduction {show_value(reduce)}.{nearest(reduce, REDUCTIONS)} Use "
-                f"{listed(REDUCTIONS)} or a function."
-            )
-        self._reduce = reduce
-        self._dim = tuple(dim) if isinstance(dim, list) else dim
-        if dim is not None and not isinstance(reduce, str):
-            raise ConfigError("dim needs a named reduction, such as reduce='mean'.")
-        self.is_async = self._device is not None and self._device.type == "cpu"
-        """Whether copies from an accelerator arrive later."""
-        self.copies_only = device is None and dtype is None and select is None and reduce is None
+        self.copies_only = device is None and dtype is None and select is None
         """Whether tensors are copied as they are."""
 
-    def extract(self, value: Any, name: str, waits: list[Wait]) -> Any:
-        """Return a value with the extracted tensors, and add to `waits` what is under way."""
+    def extract(self, value: Any, name: str) -> Any:
+        """Return a value with the extracted tensors."""
         if self.copies_only:
             return map_tensors(value, lambda tensor: tensor.detach().clone())
-        return map_tensors(value, lambda tensor: self._extract_or_explain(tensor, name, waits))
+        return map_tensors(value, lambda tensor: self._extract_or_explain(tensor, name))
 
-    def _extract_or_explain(self, tensor: Tensor, name: str, waits: list[Wait]) -> Tensor:
+    def _extract_or_explain(self, tensor: Tensor, name: str) -> Tensor:
         try:
-            return self._extract_tensor(tensor, name, waits)
+            return self._extract_tensor(tensor, name)
         except (HookFailedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -87,28 +58,20 @@ class TensorExtractor:
                 "choose other modules."
             ) from error
 
-    def _extract_tensor(self, tensor: Tensor, name: str, waits: list[Wait]) -> Tensor:
+    def _extract_tensor(self, tensor: Tensor, name: str) -> Tensor:
         part = source = tensor.detach()
-        if self._select is not None:
-            part = self._apply(self._select, part, name, "select")
-        if self._reduce is not None:
-            part = self._apply(self._reduce, part, name, "reduce")
+        if callable(self._select):
+            part = call_user_function(self._select, part, f"a tensor of '{name}'", self._probe)
+            if not isinstance(part, Tensor):
+                raise TypeError(f"select returned a {type(part).__name__}, not a tensor")
+            part = part.detach()
+        elif self._select is not None:
+            part = part[self._select]
         if self._dtype is not None and part.is_floating_point():
             part = part.to(self._dtype)
         if self._device is not None:
-            part = _move(part, self._device, waits)
+            part = part.to(self._device)
         return part.clone() if _shares_memory(part, source) else part
-
-    def _apply(self, operation: Any, tensor: Tensor, name: str, option: str) -> Tensor:
-        if isinstance(operation, str):
-            values = nested_values(tensor) if tensor.is_nested else tensor
-            return REDUCTIONS[operation](values, self._dim)
-        if not callable(operation):
-            return tensor[operation]
-        returned = call_user_function(operation, tensor, f"a tensor of '{name}'", self._probe)
-        if not isinstance(returned, Tensor):
-            raise TypeError(f"{option} returned a {type(returned).__name__}, not a tensor")
-        return returned.detach()
 
 
 def call_user_function(
@@ -126,20 +89,6 @@ def call_user_function(
     return returned[0]
 
 
-def _move(tensor: Tensor, device: torch.device, waits: list[Wait]) -> Tensor:
-    """Return the tensor on another device, without waiting for the copy."""
-    source = tensor.device
-    is_async = device.type == "cpu" and source.type in ("cuda", "xpu")
-    if not is_async or tensor.layout is not torch.strided:
-        return tensor.to(device)
-    copied = torch.empty_like(tensor, device=device, pin_memory=True)
-    copied.copy_(tensor, non_blocking=True)
-    is_done = torch.Event(device=source)
-    is_done.record(torch.accelerator.current_stream(source))
-    waits.append(is_done.synchronize)
-    return copied
-
-
 def _shares_memory(tensor: Tensor, source: Tensor) -> bool:
     """Return whether they share memory; True if that is not known."""
     if tensor is source:
@@ -148,11 +97,6 @@ def _shares_memory(tensor: Tensor, source: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):
         return True
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.to(torch.get_default_dtype()) if is_integer else tensor
 
 
 def _parse_dtype(dtype: str) -> torch.dtype:
@@ -276,11 +220,10 @@ class OutputGradients:
 
     def _add(self, tensor_id: int, gradient: Tensor) -> None:
         """Add the gradient of one tensor; those that are not there yet are None."""
-        waits: list[Wait] = []
         with self.lock:
-            self.gradients[tensor_id] = self.extractor.extract(gradient, self.name, waits)
+            self.gradients[tensor_id] = self.extractor.extract(gradient, self.name)
             gradients = map_tensors(
                 self.structure, lambda p: self.gradients.get(p.tensor_id), leaf=_Placeholder
             )
-            if not self.store.add_gradient(self.key, gradients, waits):
+            if not self.store.add_gradient(self.key, gradients):
                 self.gradients.clear()  # the state was dropped: free what cannot be read

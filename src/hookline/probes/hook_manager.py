@@ -5,47 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from hookline.arguments import check_flag, check_instance, check_name, check_whole_number
+from hookline.dispatch import HookInfo
 from hookline.dispatch import HookManager as Dispatch
 from hookline.errors import HookFailedError, NameTakenError, ProbeError, listed
 from hookline.interrupts import HeldInterrupts
 from hookline.probes.attachment import Attachment
 from hookline.probes.capture import Capture, bytes_of
 from hookline.probes.probe import Probe
-from hookline.probes.store import MAX_CAPTURED_STATES, CapturedState, Counts, Store
+from hookline.probes.store import MAX_CAPTURED_STATES, CapturedState, Store
 from hookline.probes.sync import arrange_probes
-from hookline.tensors.name_patterns import module_class
-
-if TYPE_CHECKING:
-    from hookline.probes.edit import Operation
 
 P = TypeVar("P", bound=Probe)
-
-
-@dataclass(frozen=True)
-class ProbeInfo:
-    """One hook of a manager, as `describe()` shows it."""
-
-    id: str
-    kind: str
-    """"capture", "monitoring", "debug", "edit" or "probe"."""
-    module: str
-    """The class of its module."""
-    status: str
-    """As of all hooks: "enabled", "disabled", or disabled after repeated failures."""
-    failures: int
-    last_error: str | None
-    captured: Counts | None
-    """How many states were captured, kept and dropped; None for hooks that capture nothing."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether the hook is called."""
-        return self.status == "enabled"
 
 
 class _ProbesInOrder(Dispatch):
@@ -60,7 +35,6 @@ class _ModuleProbe:
 
     probe: Probe
     module: torch.nn.Module
-    kind: str
     every: int
 
 
@@ -133,7 +107,7 @@ class Probes:
         """
         kept = {"input": capture_input, "kwargs": capture_input, "output": capture_output}
         options = {"layer_idx": layer_idx, **kept, "store": self._store, **options}
-        return self._register(module, hook_id, "capture", Capture, options)
+        return self._register(module, hook_id, Capture, options)
 
     def register_monitoring_hook(
         self, module: torch.nn.Module, hook_id: str, metrics: Any = None, **options: Any
@@ -146,12 +120,12 @@ class Probes:
         from hookline.probes.monitor import Monitor
 
         options = {"metrics": metrics, **options}
-        return self._register(module, hook_id, "monitoring", Monitor, options)
+        return self._register(module, hook_id, Monitor, options)
 
     def register_debug_hook(
         self, module: torch.nn.Module, hook_id: str, conditions: Any = None, **options: Any
     ) -> str:
-        """Check the output of a module, and return the id; `get_findings` has the findings.
+        """Check the output of a module, and return the id; `get_hook(id)` has the `findings`.
 
         `conditions` are those of `Debug`, None for NaN and infinity; `options` are `every` and
         further options of `Debug`, such as `action`.
@@ -159,30 +133,16 @@ class Probes:
         from hookline.probes.debug_probe import Debug
 
         options = {"conditions": conditions, **options}
-        return self._register(module, hook_id, "debug", Debug, options)
-
-    def register_edit_hook(
-        self,
-        module: torch.nn.Module,
-        hook_id: str,
-        operation: Operation = "replace",
-        value: Any = None,
-        **options: Any,
-    ) -> str:
-        """Edit the output of a module, and return the id. Needs `enable_intervention=True`.
-
-        `operation`, `value` and `options` (`at`, `part`, `coefficient`) are those of `Edit`.
-        """
-        from hookline.probes.edit import Edit
-
-        self._check_intervention(hook_id)
-        options = {"operation": operation, "value": value, "enable_intervention": True, **options}
-        return self._register(module, hook_id, "edit", Edit, options)
+        return self._register(module, hook_id, Debug, options)
 
     def register_probe(
         self, module: torch.nn.Module, hook_id: str, probe: Probe, every: int | None = None
     ) -> str:
-        """Register a probe on a module, whatever its own `modules` are, and return the id."""
+        """Register a probe on a module, whatever its own `modules` are, and return the id.
+
+        For an edit, such as `Edit.scale(None, 2.0, enable_intervention=True)`, the manager needs
+        `enable_intervention=True`, too.
+        """
         check_instance(f"'{hook_id}': probe", probe, Probe, "a Probe")
         if probe.attachment is not None:
             raise ProbeError(
@@ -190,7 +150,7 @@ class Probes:
             )
         if probe.edits:
             self._check_intervention(hook_id)
-        return self._register(module, hook_id, "probe", lambda _: probe, {"every": every})
+        return self._register(module, hook_id, lambda _: probe, {"every": every})
 
     def _check_intervention(self, hook_id: str) -> None:
         if not self.enable_intervention:
@@ -199,9 +159,7 @@ class Probes:
                 f"edits. To allow them: {type(self).__name__}(enable_intervention=True)."
             )
 
-    def _register(
-        self, module: Any, hook_id: Any, kind: str, make: Callable[..., Probe], options: Any
-    ) -> str:
+    def _register(self, module: Any, hook_id: Any, make: Callable[..., Probe], options: Any) -> str:
         with self._lock, HeldInterrupts():
             if self._closed:
                 raise ProbeError("This manager is closed. Make a new one.")
@@ -216,7 +174,7 @@ class Probes:
             every = 1 if every is None else every
             probe = make(module, **options)
             probe.probe_name = hook_id
-            self._registered[hook_id] = _ModuleProbe(probe, module, kind, every)
+            self._registered[hook_id] = _ModuleProbe(probe, module, every)
             try:
                 return self._hooks.add_hook(probe, hook_id, every=every)
             except BaseException:
@@ -312,26 +270,12 @@ class Probes:
             if isinstance(entry.probe, Capture):
                 entry.probe.clear()
 
-    def get_metrics(self, hook_id: str, *, reset: bool = False) -> dict[str, float]:
-        """Return the values of a monitoring hook over all its calls, by metric.
-
-        With `reset=True` the hook starts over: the next values are of the calls after this.
-        """
+    def get_metrics(self, hook_id: str) -> dict[str, float]:
+        """Return the values of a monitoring hook over the calls since this was last called."""
         from hookline.probes.monitor import Monitor
 
-        values = self._get(hook_id, Monitor, "measures nothing").report(reset)
+        values = self._get(hook_id, Monitor, "measures nothing").report()
         return dict(values.get(hook_id, {}))
-
-    def report(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
-        """Return the values of all monitoring hooks, by id; see `get_metrics`."""
-        ids = [name for name, entry in self._registered.items() if entry.kind == "monitoring"]
-        return {hook_id: self.get_metrics(hook_id, reset=reset) for hook_id in ids}
-
-    def get_findings(self, hook_id: str) -> list[Any]:
-        """Return the findings of a debug hook."""
-        from hookline.probes.debug_probe import Debug
-
-        return list(self._get(hook_id, Debug, "checks nothing").findings)
 
     def get_hook(self, hook_id: str) -> Any:
         """Return the probe with this id."""
@@ -341,24 +285,15 @@ class Probes:
         probe = self.get_hook(hook_id)
         if isinstance(probe, cls):
             return probe
-        kind = self._registered[hook_id].kind
-        raise ProbeError(f"'{hook_id}' is registered as '{kind}' and {otherwise}.")
+        raise ProbeError(f"'{hook_id}' is a {type(probe).__name__}, which {otherwise}.")
 
     def list_hooks(self) -> list[str]:
         """Return the ids of all hooks in the order of registration, disabled ones included."""
         return list(self._registered)
 
-    def describe(self) -> list[ProbeInfo]:
-        """Return id, kind, module, status and failures of each hook."""
-        with self._lock:
-            infos = {info.name: info for info in self._hooks.describe()}
-            described: list[ProbeInfo] = []
-            for hook_id, entry in self._registered.items():
-                info, module = infos[hook_id], module_class(entry.module).__name__
-                counts = entry.probe.counts if isinstance(entry.probe, Capture) else None
-                state = (info.status, info.failures, info.last_error)
-                described.append(ProbeInfo(hook_id, entry.kind, module, *state, counts))
-            return described
+    def describe(self) -> list[HookInfo]:
+        """Return a `HookInfo` for each hook, as the `describe` of loops does."""
+        return self._hooks.describe()
 
     @property
     def nbytes(self) -> int:

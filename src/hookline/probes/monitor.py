@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import islice
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import PositiveInt
 from torch import Tensor
 
-from hookline.errors import ConfigError, ProbeError, listed, nearest
+from hookline.errors import ConfigError, listed, nearest
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
 from hookline.probes.call import Call
-from hookline.probes.extractor import call_user_function
 from hookline.probes.module_selection import Which
 from hookline.probes.probe import Probe
-from hookline.tensors.device_numbers import read_tensors, widest_float
+from hookline.tensors.device_numbers import read_tensors
+from hookline.tensors.histograms import describe_histogram, merge_bins
 from hookline.tensors.nested import tensors_in
 from hookline.tensors.running_statistics import (
     ActiveUnits,
-    Histograms,
+    RunningHistograms,
     RunningSums,
     Totals,
     unit_dimension,
 )
 from hookline.tensors.sharded import local, nested_values
 from hookline.tensors.timing import Times, record_time
-
-T = TypeVar("T")
 
 _FROM_TOTALS: dict[str, Callable[[Totals], float]] = {
     "mean": lambda totals: totals.mean,
@@ -63,7 +62,7 @@ class Monitor(BuiltIn, Probe):
     | `mean`, `std`, `min`, `max`, `norm` | of the values (`std` without correction) |
     | `zeros` | the fraction of values that are zero |
     | `nonfinite` | the number of values that are NaN or infinite |
-    | `histogram` | counts in bins of equal width on a logarithmic scale, the same in each report |
+    | `histogram` | counts in four bins for each doubling of the magnitude, always the same |
     | `dead` | the fraction of units whose values were all zero |
     | `forward_time_ms` | of all calls together; with what measuring modules within it takes |
     | `memory` | bytes that a call allocates and that are still in use after it; the largest call |
@@ -76,10 +75,6 @@ class Monitor(BuiltIn, Probe):
         modules: Which modules, as for every probe; None for none, only taps.
         metrics: Which of the above; by default mean, std, min, max, zeros, nonfinite and norm.
         prefix: The prefix of the names of logged values.
-        functions: Custom metrics, by name: functions that take a tensor and return a number or a
-            tensor with one element. Their values are averaged over tensors and calls. They must not
-            change the tensor or use the random numbers of training.
-        bins: How many bins a histogram has for each doubling of the magnitude.
         taps: Which of the values that `hookline.tap` names: names or globs.
     """
 
@@ -93,7 +88,7 @@ class Monitor(BuiltIn, Probe):
     probe_name = "monitor"
     wants_input = False
     _results = (
-        *("_lock", "_numbers", "_measured", "_sums", "_histograms", "_alive", "_custom", "_memory"),
+        *("_lock", "_measured", "_sums", "_histograms", "_alive", "_memory"),
         *("_step", "_forward"),
     )
 
@@ -103,17 +98,11 @@ class Monitor(BuiltIn, Probe):
         metrics: list[str] | tuple[str, ...] | None = None,
         *,
         prefix: str = "probes",
-        functions: Mapping[str, Callable[..., Any]] | None = None,
-        bins: PositiveInt = 4,
         taps: list[str] | tuple[str, ...] = (),
     ) -> None:
         super().__init__(modules, taps)
-        if metrics is None:
-            metrics = () if functions else DEFAULT_METRICS
-        self.metrics = tuple(dict.fromkeys(metrics))
-        self.functions = dict(functions or {})
+        self.metrics = tuple(dict.fromkeys(DEFAULT_METRICS if metrics is None else metrics))
         self.prefix = prefix
-        self.bins = bins
         self._check_options()
         wanted = set(self.metrics)
         self._sums_wanted = bool(wanted & set(_FROM_TOTALS))
@@ -127,14 +116,10 @@ class Monitor(BuiltIn, Probe):
             if name not in METRICS:
                 raise ConfigError(
                     f"Monitor: unknown metric '{name}'.{nearest(name, METRICS)} The metrics are "
-                    f"{listed(METRICS)}. Custom metrics are given as `functions`."
+                    f"{listed(METRICS)}. For one of your own, write a probe."
                 )
-        if taken := [name for name in self.functions if name in METRICS]:
-            raise ConfigError(
-                f"Monitor: {listed(taken)} is a built-in metric. Give the function another name."
-            )
-        if not self.metrics and not self.functions:
-            raise ConfigError("Monitor has nothing to measure. Give metrics or functions.")
+        if not self.metrics:
+            raise ConfigError("Monitor has nothing to measure. Give metrics.")
 
     def _reset_results(self) -> None:
         self._lock = Lock()
@@ -142,7 +127,6 @@ class Monitor(BuiltIn, Probe):
 
     def _discard(self) -> None:
         wanted = set(self.metrics)
-        self._numbers: dict[str, int] = {}
         self._measured = False
         self._step: int | None = None  # the one that was measured
         self._sums = RunningSums(
@@ -150,9 +134,8 @@ class Monitor(BuiltIn, Probe):
             extremes=bool(wanted & {"min", "max"}),
             zeros="zeros" in wanted,
         )
-        self._histograms = Histograms(self.bins) if "histogram" in wanted else None
+        self._histograms = RunningHistograms() if "histogram" in wanted else None
         self._alive = ActiveUnits() if "dead" in wanted else None
-        self._custom: dict[tuple[str, str], tuple[Any, int]] = {}  # the sum and number of values
         self._memory: dict[str, int] = {}
         self._forward = Times()
 
@@ -193,32 +176,16 @@ class Monitor(BuiltIn, Probe):
 
     def _measure(self, call: Call, tensors: Sequence[Tensor]) -> None:
         name = call.name
-        number = self._numbers.get(name)
-        if number is None:
-            with self._lock:
-                number = self._numbers.setdefault(name, len(self._numbers))
         for position, output in enumerate(tensors):
             tensor = _measurable(output)
             if tensor is None:
                 continue
             if self._sums_wanted:
-                self._sums.add(number, tensor)
+                self._sums.add(name, tensor)
             if self._histograms is not None:
                 self._histograms.add(name, tensor)
             if self._alive is not None:
                 self._alive.add(name, position, tensor, unit_dimension(call.module, tensor))
-            if self.functions:
-                self._call_functions(name, tensor)
-
-    def _call_functions(self, module: str, tensor: Tensor) -> None:
-        for name, function in self.functions.items():
-            returned = call_user_function(function, tensor, f"the output of '{module}'")
-            value = _one_number(returned, name, module)
-            with self._lock:
-                total, calls = self._custom.get((module, name), (0.0, 0))
-                if isinstance(total, Tensor) and isinstance(value, Tensor):
-                    value = value.to(total.device)
-                self._custom[module, name] = (total + value, calls + 1)
 
     def on_train_start(self) -> None:
         """Discard what was measured before training."""
@@ -238,51 +205,40 @@ class Monitor(BuiltIn, Probe):
                 kind = "histogram" if metric == "histogram" else "scalar"
                 trainer.log(f"{prefix}/{metric}", value, kind)
 
-    def report(self, reset: bool = True) -> dict[str, dict[str, Any]]:
+    def report(self) -> dict[str, dict[str, Any]]:
         """Return what was measured since the last report, by module and metric, and start over.
 
-        With `reset=False`, what was measured is kept, and the next report includes it. This waits
-        for the device once. Metrics without a value, such as the time of a backward that did not
-        run, are omitted, and so are modules that were not called.
+        This waits for the device once. Metrics without a value, such as the time of a forward that
+        was compiled, are omitted, and so are modules that were not called.
         """
-
-        def source(running: T) -> T:  # a shallow copy can be emptied without the original
-            return running if reset else copy(running)
-
-        names = list(self._numbers)
-        table = source(self._sums).take(len(names)) if self._sums_wanted else None
-        counts = source(self._histograms).take() if self._histograms is not None else {}
-        alive = source(self._alive).take() if self._alive is not None else {}
+        names, rows = self._sums.take()
+        counts = self._histograms.take() if self._histograms is not None else {}
+        alive = self._alive.take() if self._alive is not None else {}
         with self._lock:
-            custom, memory = dict(self._custom), dict(self._memory)
-            if reset:
-                self._measured, self._custom, self._memory = False, {}, {}
-        living = [count for several, _ in alive.values() for count in several]
-        averages = [total / calls for total, calls in custom.values()]
-        unread = [*([] if table is None else [table]), *counts.values(), *living, *averages]
-        read = iter(read_tensors(unread))
+            memory, self._memory = self._memory, {}
+            self._measured = False
+        unread = [*map(merge_bins, counts.values()), *(one.sum() for one in alive.values())]
+        read = iter(read_tensors([*rows, *unread]))
 
-        found: dict[str, dict[str, Any]] = {name: {} for name in names}
-        if table is not None:
-            for number, totals in RunningSums.read(next(read)).items():
-                found[names[number]] = self._metrics_from_totals(totals)
+        found: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, totals in RunningSums.merge(names, islice(read, len(rows))).items():
+            found[name] |= self._metrics_from_totals(totals)
         for name in counts:
-            assert self._histograms is not None
-            found[name]["histogram"] = self._histograms.shape(next(read))
-        for name, (several, units) in alive.items():
-            found[name]["dead"] = (units - sum(next(read) for _ in several)) / units
-        for name, metric in custom:
-            found[name][metric] = next(read)
-        costs: dict[str, Mapping[str, float]] = {
-            "forward_time_ms": source(self._forward).take(),
-            "memory": memory,
-        }
-        for metric, values in costs.items():
+            found[name]["histogram"] = describe_histogram(next(read))
+        units: dict[str, tuple[float, int]] = {}
+        for name, _, number in alive:
+            active, total = units.get(name, (0.0, 0))
+            units[name] = active + next(read), total + number
+        for name, (active, total) in units.items():
+            found[name]["dead"] = (total - active) / total
+        for metric, values in (("forward_time_ms", self._forward.take()), ("memory", memory)):
             for name, value in values.items():
-                found.setdefault(name, {})[metric] = value
+                found[name][metric] = value
         return self._sort(found)
 
     def _metrics_from_totals(self, totals: Totals) -> dict[str, Any]:
+        if not totals.finite:
+            totals = totals._replace(mean=math.nan, low=math.nan, high=math.nan)
         values = {name: _FROM_TOTALS[name](totals) for name in self.metrics if name in _FROM_TOTALS}
         if totals.finite < totals.size:
             values["nonfinite"] = totals.size - totals.finite
@@ -291,7 +247,7 @@ class Monitor(BuiltIn, Probe):
     def _sort(self, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the modules in the order of the model, the metrics in that of the options."""
         sites = self.attachment.sites if self.attachment is not None else {}
-        metrics = (*self.metrics, *self.functions, "nonfinite")
+        metrics = (*self.metrics, "nonfinite")
         return {
             name: {metric: found[name][metric] for metric in metrics if metric in found[name]}
             for name in (*sites, *(name for name in found if name not in sites))
@@ -324,16 +280,3 @@ def _measurable(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested:
         tensor = nested_values(tensor)
     return tensor if tensor.layout is torch.strided else None
-
-
-def _one_number(value: Any, name: str, module: str) -> Any:
-    """Return what a function returned, without reading a tensor; raise if it is not one number."""
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(()).to(widest_float(value.device))
-    if isinstance(value, int | float):
-        return float(value)
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-    raise ProbeError(
-        f"The metric '{name}' returned a {type(value).__name__}{shape} for '{module}'. Return "
-        "a number, or a tensor with one element."
-    )

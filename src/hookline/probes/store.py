@@ -9,7 +9,7 @@ import logging
 import math
 import time as _time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import count
 from threading import RLock
@@ -28,9 +28,6 @@ MAX_CAPTURED_STATES = 1000
 
 CONTENTS = ("input", "kwargs", "output", "gradient")
 """The fields that hold what was captured; the others say where and when."""
-
-Wait = Callable[[], None]
-"""Waits until a copy from a device has arrived."""
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
@@ -68,7 +65,7 @@ class CapturedState(Mapping[str, Any]):
     gradient: Any = None
 
     def contents(self) -> tuple[Any, ...]:
-        """Return what was captured, in the order of `CONTENTS`, without waiting."""
+        """Return what was captured, in the order of `CONTENTS`."""
         return self.input, self.kwargs, self.output, self.gradient
 
     def tensors(self) -> Iterator[Tensor]:
@@ -106,30 +103,6 @@ class CapturedState(Mapping[str, Any]):
 
 
 _FIELDS = {f.name: None for f in fields(CapturedState)}
-
-
-class PendingState(CapturedState):
-    """A state with copies that are under way from a device: whoever reads its contents waits."""
-
-    __slots__ = ("waits",)
-
-    def __init__(self, *args: Any, **fields: Any) -> None:
-        self.waits: list[Wait] = []
-        super().__init__(*args, **fields)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in CONTENTS:
-            while self.waits:
-                self.waits.pop()()
-        return super().__getattribute__(name)
-
-    def contents(self) -> tuple[Any, ...]:
-        """Return what was captured, without waiting."""
-        return tuple(super(PendingState, self).__getattribute__(name) for name in CONTENTS)
-
-    def __reduce__(self) -> Any:
-        """Pickle and copy as a plain state."""
-        return CapturedState, tuple(self.values())
 
 
 def shape_text(tensor: Any) -> str:
@@ -239,7 +212,7 @@ class Store:
                 self._make_room()
             return key
 
-    def add_gradient(self, key: int, gradient: Any, waits: Sequence[Wait] = ()) -> bool:
+    def add_gradient(self, key: int, gradient: Any) -> bool:
         """Add a gradient, which is known after backward, to a state by the key that `add` returned.
 
         Return whether the state is still there and has it now.
@@ -253,8 +226,6 @@ class Store:
             if self._is_too_large(held):
                 self._warn(stored, self._memory_limit_text)
                 return False
-            if isinstance(state, PendingState):
-                state.waits += waits
             state.gradient = gradient
             self._hold(held)
             self._release(stored.held)

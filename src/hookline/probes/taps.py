@@ -5,7 +5,8 @@
 `tap` returns its argument. It does not know which model it is in, so each probe with taps notes
 when its model's outermost call begins and ends, in each thread, and sees what is named in between.
 A compiled model has nothing at a tap until a probe with taps is attached. Then all taps become
-operators that check whether the probe is enabled, so that toggling does not recompile.
+operators that check whether the probe is enabled, so that toggling does not recompile. Edits of
+taps are not compiled: they raise an error there.
 """
 
 from __future__ import annotations
@@ -77,12 +78,10 @@ class Taps:
         if now is None:
             now = _INSIDE.now = set()
         now.add(self)
-        _note_editing(self, inside=True)
 
     def leave(self) -> None:
         """Note that the model's forward has ended."""
         getattr(_INSIDE, "now", set[Taps]()).discard(self)
-        _note_editing(self, inside=False)
 
     def site(self, name: str) -> Site | None:
         """Return the site of a name, if a pattern matches it."""
@@ -157,30 +156,12 @@ def _notify(x: T, name: str) -> T:
 
 # -- in compiled models ---------------------------------------------------------------------------
 
-_EDITING: dict[int, weakref.ref[Taps]] = {}  # the taps of edits, by number
-_editing_now: tuple[int, ...] = ()
-"""Those whose model is being called, in any thread. Dynamo guards it: what was compiled for a model
-with an edit is not used for another one that shares the code."""
 _NAMES: list[str] = []  # the compiled names, by number: operators take no strings
 
 
 def _trace(x: T, name: str) -> T:
-    """Trace a tap: first the edits, then the operator that observes."""
-    for number in _editing_now:
-        editing, tensors = _EDITING[number](), compiled.find_tensors(x)
-        if editing is not None and tensors and _edits(number, name):
-            attachment = editing.attachment
-            edit = attachment.probe.compiled_edit(name)
-            if edit is not None:
-                x = edit(x, attachment.flag.to(tensors[0].device))
     compiled.observe(compiled.find_tensors(x), _number(name))
     return x
-
-
-def _edits(number: int, name: str) -> bool:
-    """Return whether an edit applies to a name."""
-    editing = _EDITING[number]()
-    return editing is not None and editing.site(name) is not None
 
 
 def _number(name: str) -> int:
@@ -191,8 +172,7 @@ def _number(name: str) -> int:
 
 
 # What `torch.compiler.assume_constant_result` does, without importing the compiler.
-for _function in (_edits, _number):
-    cast(Any, _function)._dynamo_marked_constant = True
+cast(Any, _number)._dynamo_marked_constant = True
 
 
 def _notify_compiled(number: int, tensors: list[torch.Tensor], gradients: int) -> None:
@@ -235,26 +215,12 @@ def arrange_taps(several: Sequence[Taps]) -> None:
 
 def _unregister(removed: Taps | weakref.ref[Taps], number: int) -> None:
     with _LOCK:
-        _EDITING.pop(number, None)
         _set_registered([one for one in _registered if one is not removed and one() is not removed])
 
 
 def _set_registered(references: list[weakref.ref[Taps]]) -> None:
     global _registered, _enabled
     _registered, _enabled = tuple(references), bool(references)
-    for reference in references:
-        taps = reference()
-        if taps is not None and taps.attachment.probe.edits:
-            _EDITING.pop(id(taps), None)
-            _EDITING[id(taps)] = reference  # in the same order
-
-
-def _note_editing(taps: Taps, *, inside: bool) -> None:
-    global _editing_now
-    if taps.attachment.probe.edits:
-        with _LOCK:
-            now = {*_editing_now, id(taps)} if inside else {*_editing_now} - {id(taps)}
-            _editing_now = tuple(number for number in _EDITING if number in now)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -80,9 +80,3 @@ def resident_mb() -> float:
     """Return the memory of this process that is in RAM, on Linux."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 1e6
-
-
-def device_peak_mb(device: torch.device) -> float | None:
-    """Return the most memory that was allocated on a device; None if it does not count that."""
-    peak = getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
-    return None if peak is None else float(peak(device)) / 1e6

@@ -4,28 +4,21 @@ Every function returns tensors on the device with one row per tensor, so that th
 the CPU together. A sharded tensor (a `DTensor`) is measured by each rank in the part that it
 holds, and the columns of several measurements are merged by one collective, `merge_ranks`, which
 all ranks have to call.
-
-Large tensors are measured in pieces. That bounds the memory for temporary results, keeps a CPU
-within its cache, and keeps counts in float32 exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hookline.tensors.device_numbers import widest_float
+from hookline.tensors.histograms import count_values, pieces_of
 from hookline.tensors.norms import reduce_sum
 from hookline.tensors.sharded import is_sharded, local_with_groups, stored_values
-
-_OCTAVES = 24  # the range below the largest magnitude that percentiles resolve
-_PER_OCTAVE = 64
-_TOP = _OCTAVES * _PER_OCTAVE + 1  # the fine bin of the largest magnitude; that of zero is 0
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 Measure = Callable[[Tensor], list[Tensor]]
@@ -70,7 +63,7 @@ class TensorStatistics:
 
     def sizes(self) -> list[int]:
         """Return the number of elements of each tensor, on all ranks together."""
-        return [_real_numel(tensor) for tensor in self._tensors]
+        return [one.numel() * (2 if one.is_complex() else 1) for one in self._tensors]
 
     def norms(self) -> Tensor:
         """Return the 2-norm of each tensor; half precision is computed in float32."""
@@ -92,70 +85,15 @@ class TensorStatistics:
         return dict(zip(names, values, strict=True))
 
     @torch.no_grad()
-    def distributions(
-        self, moments: Columns, bins: int, percentiles: Sequence[float]
-    ) -> tuple[Tensor, Tensor]:
-        """Return histograms and percentiles of each tensor, over all ranks.
+    def counts(self) -> Tensor:
+        """Return the histogram of each tensor over all ranks, in the bins of `histograms`.
 
-        A histogram has counts in bins of equal width from minus to plus the largest magnitude of
-        all ranks. If tensors are sharded, this is one collective.
+        For sharded tensors this is a collective.
         """
-        counts: list[Tensor] = []
-        if bins:
-            counts.append(self._histograms(moments["largest"], bins))
-        if percentiles:
-            counts.append(self._count(moments["largest"], _fine_bins, 2 * _TOP + 3)[:, 1:-1])
-        joined = torch.cat(counts, 1)
+        counts = torch.stack([count_values(tensor).to(self.home) for tensor in self.local])
         for groups, rows in self.groups.items():
-            joined[rows] = reduce_sum(joined[rows], groups)
-        fine = joined[:, bins:] if percentiles else joined.new_zeros((len(joined), 1))
-        return joined[:, :bins], self._percentiles(moments, fine, percentiles)
-
-    def _histograms(self, largest: Tensor, bins: int) -> Tensor:
-        counts = self._count(largest, partial(_linear_bins, bins), bins + 2)
-        counts[:, bins - 1] += counts[:, bins]  # the largest value itself is on the last edge
-        return counts[:, :bins]
-
-    def _percentiles(self, moments: Columns, counts: Tensor, wanted: Sequence[float]) -> Tensor:
-        """Return estimated percentiles of the finite values, one column each.
-
-        They are interpolated as in `torch.quantile`, between two values that are exact to 1 %, or
-        to one ten-millionth of the tensor's largest magnitude where that is more. This is because
-        they come from a histogram with bins that are narrow for small values, not from sorting.
-        """
-        finite, largest = moments["finite"], moments["largest"]
-        cumulative = counts.to(torch.int64).cumsum(1)
-        last = (finite - 1).clamp(min=0)
-        centers = _bin_centers(self.home)
-
-        def value_at(rank: Tensor) -> Tensor:
-            bins = torch.searchsorted(cumulative, rank.to(torch.int64)[:, None], right=True)
-            return centers[bins[:, 0].clamp(max=2 * _TOP)]
-
-        found: list[Tensor] = []
-        for percentile in wanted:
-            position = last * (percentile / 100)
-            below = position.floor()
-            above = torch.minimum(below + 1, last)
-            value = torch.lerp(value_at(below), value_at(above), position - below)
-            found.append(value * largest)
-        if not found:
-            return counts.new_zeros((len(counts), 0))
-        return torch.stack(found, 1).masked_fill(finite[:, None] == 0, torch.nan)
-
-    def _count(self, largest: Tensor, bins_of: Callable[[Tensor], Tensor], bins: int) -> Tensor:
-        """Count the values of each tensor, scaled to at most 1, in the bins of `bins_of`."""
-        scale = torch.where(largest > 0, largest, 1)
-        rows: list[Tensor] = []
-        with _nondeterministic_counting():
-            for row, tensor in enumerate(self.local):
-                counts = torch.zeros(bins, dtype=widest_float(self.home), device=self.home)
-                for piece in _pieces(tensor):
-                    values = _at_least_float32(piece)
-                    indices = bins_of(values / scale[row].to(values.device, values.dtype))
-                    counts += _bin_counts(indices, bins).to(self.home)
-                rows.append(counts)
-        return torch.stack(rows)
+            counts[rows] = reduce_sum(counts[rows], groups)
+        return counts
 
 
 # -- all ranks ------------------------------------------------------------------------------------
@@ -219,10 +157,6 @@ def _merge_column(name: str, ranks: Columns) -> Tensor:
     return (column + finite * (means - mean).square()).sum(0)
 
 
-def _real_numel(tensor: Tensor) -> int:
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
 # -- norms ----------------------------------------------------------------------------------------
 
 
@@ -252,7 +186,7 @@ def _same_type_norms(tensors: list[Tensor]) -> Tensor:
 
 def _by_piece(tensor: Tensor, measure: Measure, largest_at: int | None = None) -> list[Tensor]:
     """Measure the pieces of a tensor; add up all columns, but keep the largest of `largest_at`."""
-    found = [measure(_at_least_float32(piece)) for piece in _pieces(tensor)]
+    found = [measure(_at_least_float32(piece)) for piece in pieces_of(tensor)]
     if len(found) == 1:
         return found[0]
     columns = [torch.stack(column) for column in zip(*found, strict=True)]
@@ -260,11 +194,6 @@ def _by_piece(tensor: Tensor, measure: Measure, largest_at: int | None = None) -
         column.amax() if number == largest_at else column.to(widest_float(column.device)).sum()
         for number, column in enumerate(columns)
     ]
-
-
-def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    size = 1 << 17 if tensor.device.type == "cpu" else 1 << 22
-    return torch.split(tensor.detach().reshape(-1), size)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
@@ -291,53 +220,3 @@ def _deviation(mean: Tensor, values: Tensor) -> list[Tensor]:
     """Return the sum of squared distances from the mean."""
     distances = (values - mean.to(values.device, values.dtype)).nan_to_num_(0, 0, 0)
     return [torch.linalg.vector_norm(distances).to(widest_float(values.device)).square()]
-
-
-# -- counting -------------------------------------------------------------------------------------
-
-
-def _bin_counts(indices: Tensor, bins: int) -> Tensor:
-    if indices.device.type == "cpu":
-        return torch.bincount(indices, minlength=bins)  # elsewhere it would wait for the device
-    return torch.histc(indices.float(), bins, 0, bins)
-
-
-def _linear_bins(bins: int, scaled: Tensor) -> Tensor:
-    """Return bins of equal width, and two more: for the last edge and for nonfinite values."""
-    return (scaled + 1).mul_(bins / 2).nan_to_num_(bins + 1, bins + 1, bins + 1).to(torch.int32)
-
-
-def _fine_bins(scaled: Tensor) -> Tensor:
-    """Return bins by sign, octave below 1 and place in the octave; nonfinite values at the ends.
-
-    These are the upper bits of a float32: its exponent, and six bits of its mantissa.
-    """
-    bits = scaled.float().view(torch.int32)
-    bins = (bits & 0x7FFFFFFF) >> 17
-    bins -= ((127 - _OCTAVES) * _PER_OCTAVE) - 1
-    bins.clamp_(0, _TOP + 1).mul_((bits >> 31).bitwise_or_(1))
-    return bins.add_(_TOP + 1)
-
-
-@lru_cache(maxsize=8)
-def _bin_centers(device: torch.device) -> Tensor:
-    """Return the center of each fine bin, for a largest magnitude of 1."""
-    places = torch.arange(_TOP, dtype=torch.float64)
-    octaves = (places / _PER_OCTAVE).floor() - _OCTAVES
-    centers = (1 + (places % _PER_OCTAVE + 0.5) / _PER_OCTAVE) * octaves.exp2()
-    centers[-1] = 1
-    return torch.cat([-centers.flip(0), torch.zeros(1), centers]).to(device, widest_float(device))
-
-
-@contextmanager
-def _nondeterministic_counting() -> Generator[None]:
-    """Allow `histc` under deterministic algorithms: counts are the same in any order."""
-    if not torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)

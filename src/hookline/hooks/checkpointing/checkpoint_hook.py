@@ -7,7 +7,6 @@ from typing import Any
 from pydantic import PositiveInt
 
 from hookline.checkpoint.retention import Retention
-from hookline.errors import ConfigError
 from hookline.hooks.checkpointing.model_checkpoint import SavingHook
 
 
@@ -17,7 +16,6 @@ class CheckpointHook(SavingHook):
     Args:
         every: the number of epochs between checkpoints.
         keep: the number of newest checkpoints to keep; None: all.
-        keep_every: of every M steps, also keep the first checkpoint for ever.
     """
 
     every_name = "save_every_n_epochs"
@@ -27,15 +25,9 @@ class CheckpointHook(SavingHook):
         self,
         every: PositiveInt = 1,
         keep: PositiveInt | None = None,
-        keep_every: PositiveInt | None = None,
     ) -> None:
-        if keep is None and keep_every is not None:
-            raise ConfigError(
-                "CheckpointHook: keep=None keeps all checkpoints, so keep_every has no effect. "
-                "Pass keep as well, or remove keep_every."
-            )
         self.every = every
-        self._retention = Retention(keep_last=-1 if keep is None else keep, keep_every=keep_every)
+        self._retention = Retention(keep_last=-1 if keep is None else keep)
 
     def on_epoch_end(self, trainer: Any, epoch: int, step: int) -> None:
         if (epoch + 1) % self.every == 0:

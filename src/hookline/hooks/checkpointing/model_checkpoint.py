@@ -17,7 +17,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from hookline.arguments import show_value, user_path
 from hookline.checkpoint.retention import Retention
 from hookline.context import LazyFloat, Metrics
-from hookline.errors import CheckpointError, ConfigError, TrainingError
+from hookline.errors import CheckpointError, ConfigError, TrainingError, listed
 from hookline.hook import HookGroup
 from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
 from hookline.options import BuiltIn
@@ -204,7 +204,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
         )
-        _check_retention(save_top_k, keep_last, keep_every, every)
+        _check_retention(save_top_k, keep_last=keep_last, keep_every=keep_every)
         self._monitor, self._mode = monitor, mode
         self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
         self._every_steps, self._every_minutes = every, every_n_minutes
@@ -245,12 +245,6 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         """The score of the best checkpoint."""
         best = self._retention.best
         return None if best is None else best.score
-
-    @property
-    def best_k_models(self) -> dict[Path, float]:
-        """The scores of the `save_top_k` best checkpoints, the best first; empty if not ranked."""
-        best = self._retention.best_ranked
-        return {self._retention.folder / one.name: float(one.score or 0.0) for one in best}
 
     # -- when to save -----------------------------------------------------------------------------
 
@@ -418,22 +412,13 @@ def _check_triggers(**options: Any) -> None:
         )
 
 
-def _check_retention(
-    save_top_k: int, keep_last: int | None, keep_every: int | None, every: int | None
-) -> None:
+def _check_retention(save_top_k: int, **others: int | None) -> None:
     """Raise if an option has no effect, because all checkpoints are kept."""
-    extra = {"keep_last": keep_last, "keep_every": keep_every}
-    for name, value in extra.items():
-        if save_top_k == -1 and value is not None:
-            raise ConfigError(
-                f"ModelCheckpoint: save_top_k=-1 keeps all checkpoints, so {name} has no effect. "
-                f"Pass a smaller save_top_k, or remove {name}."
-            )
-    if keep_every is not None and every is not None and keep_every <= every:
+    useless = [name for name, value in others.items() if value is not None]
+    if save_top_k == -1 and useless:
         raise ConfigError(
-            f"ModelCheckpoint: keep_every={keep_every} keeps all checkpoints, because "
-            f"every={every} saves one in that many steps. Pass a larger "
-            "keep_every, or save_top_k=-1."
+            f"ModelCheckpoint: save_top_k=-1 keeps all checkpoints, so {listed(useless)} has no "
+            "effect. Pass a smaller save_top_k, or remove it."
         )
 
 

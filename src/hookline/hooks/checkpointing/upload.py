@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat
 
 from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import TEMPORARY, hash_file, hash_stream, sync
@@ -27,6 +27,8 @@ log = logging.getLogger("hookline")
 
 _CHUNK = 1 << 22
 _MANIFEST = "manifest.json"
+_MAX_WAITING = 8  # checkpoints
+_PAUSE = 1.0  # seconds before the first retry; they double for each further one
 
 
 class UploadHook(BuiltIn):
@@ -35,15 +37,14 @@ class UploadHook(BuiltIn):
     The copy is `<destination>/<run id>/<checkpoint>`. It is written under a temporary name, read
     back, compared with the hashes in the checkpoint's manifest, and then renamed. A failed copy is
     retried; if it still fails, that is logged, and training continues. Checkpoints that are removed
-    before they are copied are skipped, which is logged. Copies are never removed.
+    before they are copied are skipped, which is logged, and so is the oldest if more than eight
+    wait. Copies are never removed.
 
     Args:
         destination: a folder, or a URL that fsspec supports, such as `s3://bucket/runs`.
         retries: how often a failed copy is retried.
-        backoff: seconds before the first retry; they double for each further one.
         timeout: seconds to wait for pending copies at the end of training; after a signal such as
             SIGTERM no longer than `checkpoints.grace_seconds` allows, 30 by default.
-        max_waiting: how many checkpoints may be pending; beyond that the oldest is skipped.
     """
 
     hookline_group = HookGroup.WRITER
@@ -56,13 +57,10 @@ class UploadHook(BuiltIn):
         self,
         destination: str | Path,
         retries: NonNegativeInt = 3,
-        backoff: Annotated[float, Field(ge=0)] = 1.0,
         timeout: PositiveFloat = 600.0,
-        max_waiting: PositiveInt = 8,
     ) -> None:
         self._destination = Destination(str(destination))
-        self._retries, self._backoff = retries, backoff
-        self._timeout, self._max_waiting = timeout, max_waiting
+        self._retries, self._timeout = retries, timeout
         self._worker: BackgroundWorker[tuple[Path, str]] | None = None
         self._has_ended = False
         self._reset()
@@ -73,7 +71,7 @@ class UploadHook(BuiltIn):
         self.failed: list[Path] = []
         """The checkpoints that could not be copied."""
         self.skipped: list[Path] = []
-        """The checkpoints that were removed before the copy, or dropped by `max_waiting`."""
+        """The checkpoints that were removed before the copy, or dropped as too many waited."""
 
     # -- events -----------------------------------------------------------------------------------
 
@@ -84,7 +82,7 @@ class UploadHook(BuiltIn):
     def on_checkpoint_save(self, trainer: Any, checkpoint_path: Any) -> None:
         """Queue the checkpoint for copying; after training, wait until it is copied."""
         if self._worker is None:
-            self._worker = BackgroundWorker("hookline-upload", self._copy, self._max_waiting)
+            self._worker = BackgroundWorker("hookline-upload", self._copy, _MAX_WAITING)
         run = getattr(trainer, "run", None)
         under = "" if run is None else run.id
         for path, _ in self._worker.add((Path(checkpoint_path), under)):
@@ -142,7 +140,7 @@ class UploadHook(BuiltIn):
                     error,
                     "; training continues." if last else "; it will be retried.",
                 )
-                if last or stop.wait(self._backoff * 2**attempt):
+                if last or stop.wait(_PAUSE * 2**attempt):
                     break
             else:
                 log.info("%s was copied to %s.", path, self.uploaded[path])

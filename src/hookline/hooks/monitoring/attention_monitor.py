@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import FunctionType
 from typing import Any
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HookConfigError
 from hookline.hooks.monitoring.monitor_bases import ModuleMonitor
-from hookline.probes.attention import FunctionWatch, heads_of
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 
 _FUSED = torch.nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
-_BLOCK = 1 << 22  # logits that are computed at once
+_MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
+_BLOCK = 1 << 22  # logits that are measured at once
 
 
 class AttentionMonitor(ModuleMonitor):
@@ -30,7 +34,7 @@ class AttentionMonitor(ModuleMonitor):
     | measure | meaning |
     |---|---|
     | `max_logit` | the largest logit that enters the softmax, over all heads |
-    | `entropy` | of the attention weights before dropout, in nats, the mean over heads |
+    | `entropy` | of the weights before dropout, in nats, the mean over queries and heads |
     | `max_logit_bound` | no logit is larger: the largest norms of queries and keys, multiplied |
 
     The logits are those after scaling, masks and biases. If they grow without end, attention
@@ -39,22 +43,19 @@ class AttentionMonitor(ModuleMonitor):
     A module that computes its weights itself, such as the eager attention of transformers or
     `nn.MultiheadAttention` with `need_weights=True`, is measured exactly. Fused attention
     (`scaled_dot_product_attention`) shows no logits: only the bound is logged, which ignores masks
-    and adds the largest bias, or with `recompute=True` the logits are computed once more. Other
-    attention, and that of a compiled model, is not seen; a warning names these modules. With
-    several ranks, the first one's values are logged.
+    and adds the largest bias. Other attention, and that of a compiled model, is not seen; a warning
+    names these modules. With several ranks, the first one's values are logged.
 
     Args:
         modules: which modules, as for a probe; None for all whose class is called `…Attention…` or
             `…Attn…`, the innermost.
         every: report every N optimizer steps.
-        per_head: log each head, too, as `attention/<module>/head_<i>/<measure>`.
-        recompute: compute the logits of fused attention once more, for exact values.
     """
 
     cost = (
         "For a report norms of queries and keys, or three passes over the logits where they are "
         "shown, and one wait for the device; in other steps about two microseconds per call of an "
-        "attention module. `recompute` is about another forward of the attention."
+        "attention module."
     )
     probe_name = "attention_monitor"
     prefix = "attention"
@@ -64,14 +65,9 @@ class AttentionMonitor(ModuleMonitor):
         self,
         modules: Which | None = None,
         every: PositiveInt = 100,
-        *,
-        per_head: bool = False,
-        recompute: bool = False,
     ) -> None:
         super().__init__(modules)
         self.every = every
-        self.per_head = per_head
-        self.recompute = recompute
         self._reset_results()
 
     def _reset_results(self) -> None:
@@ -94,7 +90,7 @@ class AttentionMonitor(ModuleMonitor):
     def before(self, call: Call) -> None:
         """Watch the operations within a module, if its call is measured."""
         if self.is_due(call) and not call.compiled and call.module is not None:
-            calls = AttentionCalls(heads_of(call.module), recompute=self.recompute)
+            calls = AttentionCalls()
             calls.start(call.module)
             call.saved = calls
             self._running.append(calls)
@@ -132,15 +128,6 @@ class AttentionMonitor(ModuleMonitor):
         self._stop_watching()
         super().on_step_end(trainer, step)
 
-    def _summarize(self, values: Mapping[str, list[float]]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for measure, heads in values.items():
-            found[measure] = sum(heads) / len(heads) if measure == "entropy" else max(heads)
-        if self.per_head:
-            for measure, heads in values.items():
-                found |= {f"head_{i}/{measure}": value for i, value in enumerate(heads)}
-        return found
-
     def _describe_unseen(self, modules: str) -> str:
         why = "they call neither torch's softmax over keys nor its fused attention"
         if self._compiled:
@@ -165,40 +152,56 @@ def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
 # -- what a module computes with torch's functions: its logits, or a bound of them ----------------
 
 
-class AttentionCalls(FunctionWatch):
+def _without_dispatch(function: Any) -> Any:
+    """Return a function of torch that does not hand its call to a `TorchFunctionMode` first."""
+    variables = {**function.__globals__, "has_torch_function": lambda _: False}
+    copied = FunctionType(function.__code__, variables, argdefs=function.__defaults__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_PLAIN_MULTI_HEAD = _without_dispatch(_MULTI_HEAD)
+"""Within it, softmax and fused attention are seen."""
+
+
+class AttentionCalls(TorchFunctionMode):
     """Measures softmax and fused attention in one call of a module; nothing is changed.
 
-    A failure of a measurement is kept as `error`, so that the module does not fail. The number of
-    heads is for logits whose first dimension is batch and heads together.
+    A failure of a measurement is kept as `error`, so that the module does not fail.
     """
 
-    def __init__(self, heads: int | None, *, recompute: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.error: Exception | None = None
-        self._heads = heads
-        self._recompute = recompute
-        self._found: dict[str, Tensor] = {}  # of each head
+        self._found: dict[str, Tensor] = {}
+        self._handle: RemovableHandle | None = None
+        self._active = ExitStack()
 
-    @property
-    def values(self) -> dict[str, Tensor]:
-        """The measures by name, each with a value for each head."""
-        found = dict(self._found)
-        if "queries" in found:
-            found["entropy"] = found["entropy"] / found.pop("queries")
-        return found
+    def start(self, module: nn.Module) -> None:
+        """Watch a module's call that begins, until it ends or raises, or until `stop`."""
+        # A hook of its own, since the probe may be disabled within the call. If the module
+        # raises, only the last hook may be removed while PyTorch calls them: this one.
+        self._handle = module.register_forward_hook(lambda *_: self.stop(), always_call=True)
+        self._active.enter_context(self)
 
-    def _add(self, **values: Tensor) -> None:
-        """Add what was measured to what is known from other calls in the same module."""
-        for name, value in values.items():
-            known = self._found.get(name)
-            if known is None:
-                self._found[name] = value
-            elif known.shape == value.shape:
-                is_sum = name in ("entropy", "queries")
-                self._found[name] = known + value if is_sum else torch.maximum(known, value)
+    def stop(self) -> None:
+        """Watch no longer."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            active = self._active.pop_all()
+            if self in _get_current_function_mode_stack():
+                active.close()
 
-    def see(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Call a function; measure it first if it is attention."""
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if func is _MULTI_HEAD:
+            with self:
+                return _PLAIN_MULTI_HEAD(*args, **kwargs)
         try:
             if func is _FUSED:
                 self._measure_fused(*args, **kwargs)
@@ -208,31 +211,37 @@ class AttentionCalls(FunctionWatch):
             self.error = error
         return func(*args, **kwargs)
 
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """The measures by name."""
+        found = dict(self._found)
+        if "queries" in found:
+            found["entropy"] = found["entropy"] / found.pop("queries")
+        return found
+
+    def _add(self, **values: Tensor) -> None:
+        """Add what was measured to what is known from other calls in the same module."""
+        for name, value in values.items():
+            known = self._found.get(name)
+            if known is not None:
+                is_sum = name in ("entropy", "queries")
+                value = known + value if is_sum else torch.maximum(known, value)
+            self._found[name] = value
+
     @torch.no_grad()
     def _measure_softmax(self, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> None:
         if dim is None or input.ndim < 3 or dim not in (-1, input.ndim - 1):
             return
         if not input.is_floating_point() or input.is_nested or not input.numel():
             return
-        logits = input.detach()
-        if logits.ndim == 3:
-            logits = _with_heads(logits, self._heads)
-        logits = logits.flatten(1, -3)  # queries may be grouped by keys
-        for block in logits.split(max(1, _BLOCK // logits[..., 0, :].numel()), -2):
-            self._measure_logits(block)
-
-    def _measure_logits(self, block: Tensor) -> None:
-        """Measure logits with the dimensions batch, heads, queries and keys."""
-        logits = block.float()
-        of_queries = logits.amax(-1)
-        # All keys of a query may be masked: it attends to nothing.
-        is_masked = of_queries == -math.inf
-        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(is_masked, 0.0)
-        self._add(
-            max_logit=of_queries.amax((0, 2)),
-            entropy=entropy.sum((0, 2)),
-            queries=(~is_masked).sum((0, 2)),
-        )
+        queries = input.detach().flatten(0, -2)
+        for block in queries.split(max(1, _BLOCK // queries.shape[1])):
+            logits = block.float()
+            largest = logits.amax(-1)
+            # All keys of a query may be masked: it attends to nothing.
+            is_masked = largest == -math.inf
+            entropy = torch.special.entr(logits.softmax(-1)).sum(-1).masked_fill(is_masked, 0.0)
+            self._add(max_logit=largest.amax(), entropy=entropy.sum(), queries=(~is_masked).sum())
 
     @torch.no_grad()
     def _measure_fused(
@@ -246,55 +255,16 @@ class AttentionCalls(FunctionWatch):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        """Measure the logits of queries and keys, or a bound of them."""
+        """Measure a bound of the logits: the largest norms of queries and keys of each head."""
         if query.is_nested or not query.numel() or not key.numel():
             return
-        q, k = (_with_heads(one.detach(), self._heads) for one in (query, key))
-        factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        if k.shape[-3] != q.shape[-3]:  # grouped queries
-            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-        mask = attn_mask
-        if mask is not None:
-            mask = mask.detach().expand(*query.shape[:-1], key.shape[-2])
-            mask = _with_heads(mask, self._heads)
-        if self._recompute:
-            with torch.autocast(query.device.type, enabled=False):
-                for block in _logit_blocks(q, k, factor, mask, is_causal=is_causal):
-                    self._measure_logits(block)
-            return
-        of_queries, of_keys = (torch.linalg.vector_norm(x.float(), dim=-1).amax(-1) for x in (q, k))
-        bound = (of_queries * of_keys).amax(0) * abs(factor)
-        if mask is not None and mask.dtype is not torch.bool:  # may be a bias
-            bound = bound + mask.float().amax((0, 2, 3))
+        of_queries, of_keys = (
+            torch.linalg.vector_norm(one.detach().float(), dim=-1).amax(-1) for one in (query, key)
+        )
+        if enable_gqa:
+            of_keys = of_keys.repeat_interleave(query.shape[-3] // key.shape[-3], -1)
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        bound = (of_queries * of_keys).amax() * abs(factor)
+        if attn_mask is not None and attn_mask.dtype is not torch.bool:  # may be a bias
+            bound = bound + attn_mask.detach().float().amax()
         self._add(max_logit_bound=bound)
-
-
-def _with_heads(tensor: Tensor, heads: int | None) -> Tensor:
-    """Return a tensor with at least the dimensions batch, heads, positions and features."""
-    if tensor.ndim < 3:
-        tensor = tensor[None]
-    if tensor.ndim == 3:
-        fits = heads is not None and len(tensor) % heads == 0
-        split: Tensor = tensor.unflatten(0, (-1, heads if fits and heads else 1))
-        return split
-    return tensor.flatten(0, -4)
-
-
-def _logit_blocks(
-    query: Tensor, key: Tensor, factor: float, mask: Tensor | None, *, is_causal: bool
-) -> Iterator[Tensor]:
-    batch, heads, length, _ = query.shape
-    rows = max(1, _BLOCK // (batch * heads * key.shape[-2]))
-    keys = key.float().transpose(-2, -1)
-    for start in range(0, length, rows):
-        block = query[..., start : start + rows, :].float()
-        logits = block @ keys * factor
-        if is_causal:
-            positions = torch.arange(start, start + block.shape[-2], device=query.device)
-            later = torch.arange(key.shape[-2], device=query.device) > positions[:, None]
-            logits = logits.masked_fill(later, -math.inf)
-        if mask is not None:
-            of_rows = mask[..., start : start + rows, :]
-            is_bias = of_rows.dtype is not torch.bool
-            logits = logits + of_rows if is_bias else logits.masked_fill(~of_rows, -math.inf)
-        yield logits

@@ -17,7 +17,7 @@ from hookline.hooks.monitoring.monitor_bases import (
     read_columns,
 )
 from hookline.loop.processes import is_main_process
-from hookline.tensors.statistics import merge_ranks
+from hookline.tensors.histograms import describe_histogram, estimate_percentiles, merge_bins
 from hookline.text_tables import join_some
 
 log = logging.getLogger("hookline")
@@ -38,28 +38,29 @@ class GradientMonitor(ParameterMonitor):
     elements that are zero), `nonfinite` (the number of elements that are NaN or infinite; the other
     statistics exclude them), `histogram` and `p<percentile>`.
 
-    Percentiles are estimates, exact to 1 %, or to one ten-millionth of the largest magnitude where
-    that is more. A warning names the layers whose gradients vanish, explode or are not finite, and
-    again only after a gradient has recovered.
+    Histograms have bins on a logarithmic scale, four for each doubling of the magnitude.
+    Percentiles are estimates, exact to 2 %. Both count magnitudes below 2**-64 as zero.
+
+    A warning names the layers whose gradients vanish, explode or are not finite, and again only
+    after a gradient has recovered.
 
     Args:
         every: report every N optimizer steps.
         log_norm: log norms.
-        log_histogram: log histograms, from minus to plus the largest magnitude.
+        log_histogram: log histograms.
         percentiles: the percentiles to log, from 0 to 100.
         param_filter: monitor only parameters that match one of these. Each is a substring of a
-            name; if no name contains it, a glob (`*.weight`); if that matches none either, a
-            regular expression.
+            name; if no name contains it, a glob (`*.weight`); or, with `re:` before it, a regular
+            expression.
         log_statistics: log mean, standard deviation, largest magnitude, zeros and nonfinite
             elements; None: if histograms or percentiles are logged.
-        bins: the number of bins of a histogram.
         vanishing: warn about layers whose norm is below this; None: no warning.
         exploding: warn about layers whose norm is above this or not finite; None: no warning.
     """
 
     cost = (
         "Only for a report: one pass over the gradients (a full one about twenty), and one wait "
-        "for the device; for sharded gradients one collective, or up to three with histograms or "
+        "for the device; for sharded gradients one collective, or two with histograms or "
         "percentiles."
     )
 
@@ -72,7 +73,6 @@ class GradientMonitor(ParameterMonitor):
         param_filter: list[str] | None = None,
         *,
         log_statistics: bool | None = None,
-        bins: PositiveInt = 64,
         vanishing: PositiveFloat | None = 1e-7,
         exploding: PositiveFloat | None = 1e3,
     ) -> None:
@@ -82,13 +82,11 @@ class GradientMonitor(ParameterMonitor):
         self.percentiles = list(percentiles or ())
         full = log_histogram or bool(self.percentiles)
         self.log_statistics = full if log_statistics is None else log_statistics
-        self.bins = bins
         self.vanishing = vanishing
         self.exploding = exploding
         warns = vanishing is not None or exploding is not None
         self._needs_norms = log_norm or warns
-        self._needs_statistics = full or self.log_statistics
-        if not (self._needs_norms or self._needs_statistics):
+        if not (self._needs_norms or full or self.log_statistics):
             raise ConfigError(
                 "GradientMonitor has nothing to report: set one of its options, or remove it."
             )
@@ -116,8 +114,7 @@ class GradientMonitor(ParameterMonitor):
         for layer, measure, value in self._numbers(report):
             trainer.log(f"gradients/{layer}/{measure}", value)
         for layer, counts in report.get("counts", {}).items():
-            bins = _histogram(counts, report["largest"][layer])
-            trainer.log(f"gradients/{layer}/histogram", bins, "histogram")
+            trainer.log(f"gradients/{layer}/histogram", describe_histogram(counts), "histogram")
         if self._needs_norms and is_main_process():  # all ranks have the same gradients
             self._warn(self._step, report["norm"])
 
@@ -125,18 +122,14 @@ class GradientMonitor(ParameterMonitor):
         statistics, columns = gradients.statistics, gradients.columns
         if self._needs_norms:
             columns["norm"] = statistics.norms()
-        if self._needs_statistics:
+        if self.log_statistics:
             columns.update(statistics.moments())
-            if self.log_histogram or self.percentiles:
-                merge_ranks([(statistics, columns)])  # the bins depend on the largest of all ranks
-                bins = self.bins if self.log_histogram else 0
-                counts, percentiles = statistics.distributions(columns, bins, self.percentiles)
-                gradients.merged = columns
-                gradients.columns = {}
-                if self.log_histogram:
-                    columns["counts"] = counts
-                if self.percentiles:
-                    columns["percentiles"] = percentiles
+        if self.log_histogram or self.percentiles:
+            counts = statistics.counts()
+            if self.log_histogram:
+                gradients.merged["counts"] = merge_bins(counts)
+            if self.percentiles:
+                gradients.merged["percentiles"] = estimate_percentiles(counts, self.percentiles)
 
     def _numbers(self, report: Report) -> Iterator[tuple[str, str, float]]:
         total = _combine_layers(report)
@@ -219,11 +212,3 @@ def _combine_layers(report: Report) -> dict[str, float]:
         total |= {measure: sum(report[measure].values()) for measure in ("zeros", "size")}
         total["largest"] = max(report["largest"].values())
     return total
-
-
-def _histogram(counts: Sequence[float], largest: float) -> dict[str, Any]:
-    """Return counts with the edges of their bins, from minus to plus the largest magnitude."""
-    largest = largest or 0.5  # if all values are zero the bins still need a width
-    width = 2 * largest / len(counts)
-    edges = [width * i - largest for i in range(len(counts))]
-    return {"counts": [int(count) for count in counts], "edges": [*edges, largest]}

@@ -10,7 +10,6 @@ import torch
 from pydantic import PositiveInt
 from torch import Tensor
 
-from hookline.errors import ConfigError
 from hookline.hooks.monitoring.monitor_bases import (
     MonitoredParameters,
     ParameterMonitor,
@@ -44,8 +43,6 @@ class OptimizerMonitor(ParameterMonitor):
     Args:
         every: report every N optimizer steps.
         param_filter: monitor only parameters that match one of these, as in `GradientMonitor`.
-        rms_ratio: log `rms_ratio`.
-        updates: log `update_ratio` and `effective_lr`.
     """
 
     cost = (
@@ -58,18 +55,8 @@ class OptimizerMonitor(ParameterMonitor):
         self,
         every: PositiveInt = 50,
         param_filter: list[str] | None = None,
-        *,
-        rms_ratio: bool = True,
-        updates: bool = True,
     ) -> None:
-        if not (rms_ratio or updates):
-            raise ConfigError(
-                "OptimizerMonitor has nothing to report: rms_ratio and updates are off. Turn one "
-                "of them on, or remove the hook."
-            )
         super().__init__(every, param_filter)
-        self.rms_ratio = rms_ratio
-        self.updates = updates
         self._step: int | None = None
 
     def on_before_optimizer_step(
@@ -84,8 +71,7 @@ class OptimizerMonitor(ParameterMonitor):
         started = _OptimizerStep(optimizers[optimizer_idx], self.names_in(model))
         if started.names:
             self._measured[optimizer_idx] = started
-            if self.updates:
-                started.keep_weights()
+            started.keep_weights()
 
     def on_step_skipped(self, optimizer_idx: int) -> None:
         self._measured.pop(optimizer_idx, None)
@@ -93,7 +79,7 @@ class OptimizerMonitor(ParameterMonitor):
     def on_after_optimizer_step(self, optimizer_idx: int) -> None:
         made: _OptimizerStep | None = self._measured.get(optimizer_idx) if self._measured else None
         if made is not None:
-            made.measure(rms_ratio=self.rms_ratio, updates=self.updates)
+            made.measure()
 
     def on_step_end(self, trainer: Any, step: int) -> None:
         if not self._measured:
@@ -136,19 +122,17 @@ class _OptimizerStep(MonitoredParameters):
         self._optimizer = optimizer
 
     @torch.no_grad()
-    def measure(self, *, rms_ratio: bool, updates: bool) -> None:
+    def measure(self) -> None:
         """Measure the change of the weights and the ratios, after the optimizer's step."""
-        if updates:
-            self.columns["gradient"] = self.statistics.norms()
-            self.measure_change()
-        if rms_ratio:
-            norms = [self._ratio_norm(row) for row in range(len(self.names))]
-            self.has_moment = {row for row, norm in enumerate(norms) if norm is not None}
-            if self.has_moment:
-                home = self.statistics.home
-                zero = torch.zeros((), device=home)
-                found = [zero if norm is None else norm.to(home) for norm in norms]
-                self.columns["ratio"] = torch.stack(found)
+        self.columns["gradient"] = self.statistics.norms()
+        self.measure_change()
+        norms = [self._ratio_norm(row) for row in range(len(self.names))]
+        self.has_moment = {row for row, norm in enumerate(norms) if norm is not None}
+        if self.has_moment:
+            home = self.statistics.home
+            zero = torch.zeros((), device=home)
+            found = [zero if norm is None else norm.to(home) for norm in norms]
+            self.columns["ratio"] = torch.stack(found)
 
     def _ratio_norm(self, row: int) -> Tensor | None:
         """Return the norm of g / √v in this rank's shard; None without a second moment."""

@@ -8,14 +8,12 @@ import math
 import os
 from collections.abc import Mapping
 from html import escape
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, PositiveFloat
+from typing import Any, Literal
 
 from hookline.context import to_float
 from hookline.errors import ConfigError, listed
 from hookline.hook import HookGroup
-from hookline.hooks.metric_lookup import metrics_text, number_text
+from hookline.hooks.metric_lookup import number_text
 from hookline.hooks.notification.http import Secret, Sender, checked_url
 from hookline.masking import mask_text
 from hookline.options import BuiltIn
@@ -23,11 +21,11 @@ from hookline.tensors.name_patterns import module_class
 
 log = logging.getLogger("hookline")
 
-Occasion = Literal[
-    "training_start", "training_end", "best_model", "exception", "validation", "checkpoint"
-]
+Occasion = Literal["training_start", "training_end", "best_model", "exception"]
 
 VARIABLE = "HOOKLINE_WEBHOOK_URL"
+TIMEOUT, RETRIES = 10.0, 3  # seconds, and how often to repeat what failed
+WAIT_AT_END = 5.0  # seconds, for pending messages
 MAX_LENGTH = 2000  # characters of a message; exceptions may have very long texts
 
 
@@ -45,15 +43,11 @@ class NotificationHook(BuiltIn):
             for the end of training.
         monitor: the metric that determines the best model.
         mode: whether a lower (`min`) or a higher value (`max`) is better.
-        prefix: a prefix for all messages.
-        timeout: seconds to wait for the server in each attempt.
-        retries: how often to retry if it fails.
-        wait_at_end: the longest time in seconds to wait for pending messages when training ends.
     """
 
     cost = (
-        "Nothing per batch; reads metrics at the end of validations, and waits at most "
-        "`wait_at_end` seconds when training ends."
+        "Nothing per batch; reads metrics at the end of validations, and waits at most five "
+        "seconds when training ends."
     )
     secret_options = frozenset({"webhook_url"})
     hookline_group = HookGroup.WRITER
@@ -65,10 +59,6 @@ class NotificationHook(BuiltIn):
         notify_on: list[Occasion] | tuple[Occasion, ...] = ("training_end", "exception"),
         monitor: str = "val/loss",
         mode: Literal["min", "max"] = "min",
-        prefix: str = "",
-        timeout: PositiveFloat = 10.0,
-        retries: Annotated[int, Field(ge=0)] = 3,
-        wait_at_end: Annotated[float, Field(ge=0)] = 5.0,
     ) -> None:
         url = webhook_url if webhook_url is not None else os.environ.get(VARIABLE)
         if url is None:
@@ -78,8 +68,7 @@ class NotificationHook(BuiltIn):
             )
         self._url = checked_url(url, "NotificationHook: webhook_url")
         self._notify_on = frozenset(notify_on)
-        self._monitor, self._mode, self._prefix = monitor, mode, prefix
-        self._timeout, self._retries, self._wait = timeout, retries, wait_at_end
+        self._monitor, self._mode = monitor, mode
         self._sender: Sender | None = None
         self._best: tuple[float, int] | None = None  # value and step
         self._reported_exception = self._warned_missing = False
@@ -88,8 +77,7 @@ class NotificationHook(BuiltIn):
         is_val_metric = monitor.startswith(("val/", "eval/"))
         needed = {
             "on_epoch_end": tracks_best and not is_val_metric,
-            "on_validation_end": "validation" in notify_on or (tracks_best and is_val_metric),
-            "on_checkpoint_save": "checkpoint" in notify_on,
+            "on_validation_end": tracks_best and is_val_metric,
             "on_exception": "exception" in notify_on,
         }
         self.__dict__.update((event, None) for event, used in needed.items() if not used)
@@ -102,16 +90,10 @@ class NotificationHook(BuiltIn):
             self._send(f"Training starts{after}: {module_class(model).__name__}{name}.")
 
     def on_validation_end(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if "validation" in self._notify_on:
-            self._send(f"Validation at step {step}: {metrics_text(metrics)}.")
-        if self._monitor.startswith(("val/", "eval/")):
-            self._compare(step, metrics)
+        self._compare(step, metrics)
 
     def on_epoch_end(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._compare(step, metrics)
-
-    def on_checkpoint_save(self, checkpoint_path: Any, step: int) -> None:
-        self._send(f"Checkpoint of step {step}: {checkpoint_path}.")
 
     def on_exception(self, exception: BaseException, step: int) -> None:
         self._reported_exception = True
@@ -129,7 +111,7 @@ class NotificationHook(BuiltIn):
             why = f" ({reason})" if reason else ""
             self._send(f"Training {how} at step {step}{why}.{best}")
         if self._sender is not None:
-            self._sender.close(self._wait)
+            self._sender.close(WAIT_AT_END)
             self._sender = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -156,8 +138,8 @@ class NotificationHook(BuiltIn):
 
     def _send(self, text: str) -> None:
         if self._sender is None:
-            self._sender = Sender("notification", timeout=self._timeout, retries=self._retries)
-        text = mask_text(f"{self._prefix}{text}")
+            self._sender = Sender("notification", timeout=TIMEOUT, retries=RETRIES)
+        text = mask_text(text)
         text = text if len(text) <= MAX_LENGTH else text[:MAX_LENGTH] + "…"
         text = escape(text, quote=False)  # as Slack requires
         self._sender.send(self._url, json.dumps({"text": text}).encode())

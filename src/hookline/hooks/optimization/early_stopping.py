@@ -20,7 +20,8 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
     """Stops training when a metric has not improved for a number of checks.
 
     The metric is checked after each validation, or at the end of each epoch. A validation before
-    training and a second validation at the same step are not counted. In a bare loop it needs
+    training and a second validation at the same step are not counted. A metric that is NaN or
+    infinite stops training at once. In a bare loop it needs
     `session.validation()` with a `session.log("loss", value)` inside; the loop ends if it loads its
     batches with `session.batches()`, or looks at `session.should_stop`.
 
@@ -33,9 +34,6 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         strict: raise an error if the metric is missing; False: skip the check.
         verbose: log every check; print it if the program has not configured logging.
         stopping_threshold: stop as soon as the metric is better than this.
-        divergence_threshold: stop as soon as the metric is worse than this.
-        check_finite: stop as soon as the metric is NaN or infinite; False: count it as a check
-            without an improvement.
 
     Attributes:
         best_score: the best value so far; None before the first check.
@@ -58,14 +56,11 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
         strict: bool = True,
         verbose: bool = False,
         stopping_threshold: float | None = None,
-        divergence_threshold: float | None = None,
-        check_finite: bool = True,
     ) -> None:
         self._monitor, self._patience, self._mode = monitor, patience, mode
         self._min_delta = min_delta
         self._verbose = verbose
-        self._stopping, self._divergence = stopping_threshold, divergence_threshold
-        self._check_finite = check_finite
+        self._stopping = stopping_threshold
         self.critical = strict  # type: ignore[misc] # its errors stop training
         # The unused event is turned off, so that a bare loop need not provide it.
         if check_on_train_epoch_end:
@@ -133,14 +128,12 @@ class EarlyStopping(BuiltIn, RequiresMetrics):
     def _evaluate(self, value: float) -> str | None:
         """Update the counters; return the reason to stop, if there is one."""
         name = self._monitor
-        if self._check_finite and not math.isfinite(value):
+        if not math.isfinite(value):
             return f"{name} is {value}."
         if self._stopping is not None and self._is_better(value, self._stopping):
             self.best_score, self.wait_count = value, 0
             return f"{name} is {value:.6g}, which is better than {self._stopping:g}."
-        if self._divergence is not None and self._is_better(self._divergence, value):
-            return f"{name} is {value:.6g}, which is worse than {self._divergence:g}."
-        if math.isfinite(value) and self._is_improvement(value):
+        if self._is_improvement(value):
             self.best_score, self.wait_count = value, 0
             return None
         self.wait_count += 1

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 
-from hookline.arguments import user_path
-from hookline.checkpoint.atomic_files import replace_file
-from hookline.checkpoint.snapshot import write_tensors
 from hookline.errors import TrainingError, listed
 from hookline.hook import HookGroup
-from hookline.loop.processes import is_main_process
 from hookline.options import BuiltIn
 from hookline.tensors.full_tensor import full_tensor
 from hookline.tensors.name_patterns import module_places
@@ -47,8 +41,8 @@ class EMA(BuiltIn):
     `on_validation_end` still the average. To show the average to another hook in
     `on_validation_start` too, register this one with `before=`.
 
-    `export(path)` writes a model with the averaged weights (of a model with an adapter of PEFT, the
-    adapter), and `apply_to(model)` copies them.
+    `averaged_state_dict()` returns the model's `state_dict` with the average, to save it, and
+    `apply_to(model)` copies it into another model. Buffers are the model's own.
 
     Frozen parameters are not averaged until they require a gradient; tied ones are averaged once.
     The average of float16 and bfloat16 parameters is kept in float32.
@@ -59,8 +53,6 @@ class EMA(BuiltIn):
             are forgotten quickly: w is this number, or 10 for True.
         every: update the average every N steps, after the first N.
         validate_with: use the average for validation.
-        include_buffers: also average floating-point buffers such as running statistics; False: use
-            the model's.
     """
 
     critical = True  # it holds the training weights while the average is in the model
@@ -78,12 +70,10 @@ class EMA(BuiltIn):
         warmup: bool | PositiveInt = True,
         every: PositiveInt = 10,
         validate_with: bool = True,
-        include_buffers: bool = False,
     ) -> None:
         self._decay = decay
         self._warmup = _DEFAULT_WARMUP if warmup is True else int(warmup)
         self.every = every
-        self._include_buffers = include_buffers
         if not validate_with:  # a bare loop then need not provide validation
             self.on_validation_start = None  # type: ignore[method-assign, assignment]
             self.on_validation_end = None  # type: ignore[method-assign, assignment]
@@ -148,7 +138,7 @@ class EMA(BuiltIn):
             raise TrainingError("There is no average yet, because training has not started.")
         state = dict(model.state_dict())
         cast: dict[str, Tensor] = {}  # tied parameters stay one tensor
-        for name, first in _first_names(_tensors(model, self._include_buffers)).items():
+        for name, first in _first_names(_tensors(model)).items():
             if name in state and first in self._averages:
                 average = self._averages[first]
                 cast.setdefault(first, average.detach().to(state[name].dtype, copy=True))
@@ -165,33 +155,12 @@ class EMA(BuiltIn):
             state = full_tensor(state)
         _unwrapped(model).load_state_dict(state)
 
-    def export(self, path: str | Path) -> Path:
-        """Write the model with the averaged weights as safetensors, and return the path.
-
-        Of a model with an adapter of PEFT, this writes the adapter: the tensors that PEFT's
-        `save_pretrained` writes to `adapter_model.safetensors`, under the same names.
-
-        An existing file is replaced atomically. If the model is sharded, all ranks have to call
-        this, and rank 0 writes.
-        """
-        path = user_path(path)
-        averaged = _select_adapter(self._model, self.averaged_state_dict())
-        state = {n: v for n, v in averaged.items() if isinstance(v, Tensor)}
-        if any(map(is_sharded, state.values())):
-            state = full_tensor(state)
-            if not is_main_process():
-                return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(path) as temporary:
-            write_tensors(temporary, state)
-        return path
-
     # -- the average ------------------------------------------------------------------------------
 
     def _attach(self, model: nn.Module) -> None:
         self._model = model = _unwrapped(model)
         self._weights, self._frozen = {}, {}
-        tensors = _tensors(model, self._include_buffers)
+        tensors = _tensors(model)
         names = _first_names(tensors)
         known = {name: tensors[name] for name in names.values()}
         other = [
@@ -205,8 +174,7 @@ class EMA(BuiltIn):
                 "have, or in another shape. Resume with the model of the run."
             )
         for name, tensor in known.items():
-            is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            if is_frozen and name not in self._averages:
+            if not tensor.requires_grad and name not in self._averages:
                 self._frozen[name] = tensor
             else:
                 self._start_average(name, tensor)
@@ -265,7 +233,7 @@ class EMA(BuiltIn):
         self, model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """Replace the average by the training weights in a `state_dict` of the model."""
-        for name, first in _first_names(_tensors(model, self._include_buffers)).items():
+        for name, first in _first_names(_tensors(model)).items():
             kept = (self._training_weights or {}).get(first)
             if kept is not None and prefix + name in state:
                 state[prefix + name] = kept
@@ -289,24 +257,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return next(place.module for place in module_places(model) if not place.is_wrapper)
 
 
-def _select_adapter(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return only the state of a model's active adapter of PEFT, if it has one."""
-    peft: Any = sys.modules.get("peft")
-    if peft is not None and isinstance(model, peft.PeftModel):
-        adapter = model.active_adapter
-    elif peft is not None and getattr(model, "_hf_peft_config_loaded", False):
-        adapter = model.active_adapters()[0]  # added by `add_adapter` of transformers
-    else:
-        return state
-    selected: dict[str, Any] = peft.get_peft_model_state_dict(model, state, adapter)
-    return selected
-
-
-def _tensors(model: nn.Module, buffers: bool) -> dict[str, Tensor]:
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return what can be averaged; tied tensors under each of their names."""
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    found |= model.named_buffers(remove_duplicate=False) if buffers else ()
-    return {n: t for n, t in found.items() if t.is_floating_point() or t.is_complex()}
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {n: t for n, t in parameters if t.is_floating_point() or t.is_complex()}
 
 
 def _first_names(tensors: dict[str, Tensor]) -> dict[str, str]:

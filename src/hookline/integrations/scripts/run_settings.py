@@ -26,7 +26,6 @@ DEFAULT_HOOKS: tuple[Mapping[str, Any], ...] = (
     {"name": "lr_monitor"},
     {"name": "loss_spike_detector"},
     {"name": "debug", "every_n_steps": 10, "action": "warn"},  # nobody has asked it to stop
-    {"name": "runtime_profile", "log_frequency": 10},
 )
 """The hooks of `hookline run` if the user names none."""
 
