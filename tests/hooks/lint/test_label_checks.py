@@ -128,14 +128,12 @@ BAD = {
         1,
         lambda o, y: F.binary_cross_entropy_with_logits(o.sigmoid().squeeze(1), torch.ones(12)),
     ),
-    "one class": (1, lambda o, y: F.cross_entropy(o, torch.zeros(12).long())),
 }
 IDS = {
     "n": "nll-without-log-probabilities",
     "k": "nll-without-log-probabilities",
     "s": "probabilities-into-cross-entropy",
-    "b": "sigmoid-before-bce-with-logits",
-    "o": "cross-entropy-of-one-class",
+    "b": "probabilities-into-cross-entropy",
 }
 
 
@@ -146,16 +144,6 @@ def test_a_loss_on_the_wrong_kind_of_outputs_is_found_in_the_first_step(name):
     model = linear(count)
     found = lint_steps(model, lambda step: loss(model(inputs(step)), classes(3, step)), 1)
     assert set(found) == {IDS[name[0]]}
-
-
-def test_probabilities_of_an_own_softmax_are_found_by_their_sum():
-    model = linear(3)
-
-    def loss_of(step):
-        powers = model(inputs(step)).exp()
-        return F.cross_entropy(powers / powers.sum(1, keepdim=True), classes(3, step))
-
-    assert lint_steps(model, loss_of)["probabilities-into-cross-entropy"].step == 3
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")

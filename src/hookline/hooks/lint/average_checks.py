@@ -67,11 +67,10 @@ class _AverageCheck(Check):
 
 
 class AverageMovesAway(_AverageCheck):
-    """An average of the weights does not move toward them, or is nearly a copy of them.
+    """An average of the weights does not move toward them, or is a copy of them.
 
-    An exponential average takes a small part of the way to the weights in each step. With the sign
-    exchanged it moves away from them; with the two factors exchanged it takes nearly the whole way,
-    and averages nothing.
+    An exponential average takes a small part of the way to the weights in each step. With the two
+    factors exchanged it takes nearly the whole way; `p.data` without `clone` is the weight itself.
 
     Bug:
         ema.mul_(1 - decay).add_(weight, alpha=decay)  # decay = 0.999
@@ -82,6 +81,10 @@ class AverageMovesAway(_AverageCheck):
     @in_due_steps
     def on_step_end(self) -> None:
         for average in self._find_averages():
+            shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
+            if shared:
+                self.find(average.name, f"'{shared[0]}' and its average are the same memory.")
+                return
             now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
             weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
             is_same = average.before is not None and average.before.shape == now.shape
@@ -182,23 +185,6 @@ class AverageRestartsAfterLoading(_AverageCheck):
                 f"The first update after a state was loaded moved the average {part:.3g} of the "
                 "way to the weights: what was averaged before is lost.",
             )
-
-
-class AverageIsAlias(_AverageCheck):
-    """An average has the same memory as the weights, so it is always equal to them.
-
-    Bug:
-        self.shadow = {name: p.data for name, p in model.named_parameters()}
-    Fix: Copy the weights: `p.detach().clone()`.
-    Ignore: Never: such an average is the weights themselves.
-    """
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        for average in self._find_averages():
-            shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
-            if shared:
-                self.find(average.name, f"'{shared[0]}' and its average are the same memory.")
 
 
 class AverageOfCounters(_AverageCheck):

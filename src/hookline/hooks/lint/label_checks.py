@@ -153,10 +153,10 @@ class AllLabelsIgnored(Check):
 
 
 class ProbabilitiesIntoCrossEntropy(Check):
-    """`cross_entropy` gets probabilities instead of logits.
+    """`cross_entropy` or `binary_cross_entropy_with_logits` gets probabilities instead of logits.
 
-    It applies a softmax itself. A second one bounds the differences between classes to 1, so that
-    the loss can hardly fall and gradients are tiny.
+    It applies a softmax or sigmoid itself. A second one bounds the differences between classes to
+    1, so that the loss can hardly fall and gradients are tiny.
 
     Bug:
         loss = F.cross_entropy(model(x).softmax(dim=1), y)
@@ -166,27 +166,12 @@ class ProbabilitiesIntoCrossEntropy(Check):
 
     @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
-        if call.name != "cross_entropy" or not call.has_gradients:
-            return
-        operation = last_operation(call.input)
-        dim = _class_dimension(call)
-        if operation == "LogSoftmax" or call.input.shape[dim] < 2 or not call.input.numel():
-            return
-        values = call.input.detach()
-        away = (values.sum(dim, dtype=torch.float32) - 1).abs().max()
-        self.read([values.min(), values.max(), away], self._judge, operation)
-
-    def _judge(self, numbers: list[float], operation: str) -> None:
-        low, high, away = numbers
-        is_distribution = low >= 0 and away < 1e-2
-        steps = self.in_a_row(is_distribution)
-        is_known = operation in ("Softmax", "Sigmoid") and low >= 0 and high <= 1
-        if is_known or steps >= _STEPS_IN_A_ROW:
-            how = f"a {operation.lower()}" if is_known else "values that are not negative, sum 1"
+        takes_logits = call.name in ("cross_entropy", "binary_cross_entropy_with_logits")
+        operation = last_operation(call.input) if takes_logits and call.has_gradients else ""
+        if operation in ("Softmax", "Sigmoid"):
             self.find(
-                "cross_entropy",
-                f"Its input is the result of {how} (from {low:.3g} to {high:.3g}), and it applies "
-                f"a softmax itself.",
+                call.name,
+                f"Its input is the result of a {operation.lower()}, and it applies one itself.",
             )
 
 
@@ -220,55 +205,6 @@ class NllWithoutLogProbabilities(Check):
 
     def _find(self, name: str, what: str) -> None:
         self.find(name, f"Its input is {what}.")
-
-
-class SigmoidBeforeBceWithLogits(Check):
-    """`binary_cross_entropy_with_logits` gets the result of a sigmoid.
-
-    It applies a sigmoid itself. With two, no output is below 0.5.
-
-    Bug:
-        loss = F.binary_cross_entropy_with_logits(torch.sigmoid(model(x)), y)
-    Fix: Remove the sigmoid, or use `binary_cross_entropy`.
-    Ignore: Never seen on purpose.
-    """
-
-    @in_due_steps
-    def on_loss_call(self, call: LossCall) -> None:
-        if call.name == "binary_cross_entropy_with_logits" and call.has_gradients:
-            operation = last_operation(call.input)
-            if operation in ("Sigmoid", "Softmax"):
-                self.find(
-                    call.name,
-                    f"Its input is the result of a {operation.lower()}, and it applies a sigmoid "
-                    f"itself.",
-                    f"Remove the {operation.lower()} before the loss, or use binary_cross_entropy.",
-                )
-
-
-class CrossEntropyOfOneClass(Check):
-    """`cross_entropy` gets one logit per sample.
-
-    The softmax of one logit is 1: the loss is 0 whatever the model says, and so is the gradient.
-
-    Bug:
-        head = nn.Linear(64, 1)
-        loss = F.cross_entropy(head(x), y)
-    Fix: Use `binary_cross_entropy_with_logits`, or one output per class.
-    Ignore: Never seen on purpose.
-    """
-
-    @in_due_steps
-    def on_loss_call(self, call: LossCall) -> None:
-        shape = call.input.shape
-        if call.name != "cross_entropy" or not call.has_gradients or len(shape) < 2:
-            return
-        if shape[1] == 1 and call.target.numel() > 1:
-            self.find(
-                "cross_entropy",
-                f"Its input has the shape {tuple(shape)}: with one class the loss is 0 for every "
-                f"output.",
-            )
 
 
 class LabelsShiftedTwice(Check):

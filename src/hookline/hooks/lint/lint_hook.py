@@ -208,15 +208,6 @@ class Lint(BuiltIn):
                 each.after = self._view.sample(each.parameter)
             self._tell("on_step_sampled", optimizer, samples)
 
-    def on_step_skipped(self, optimizers: list[Any], optimizer_idx: int) -> None:
-        self._tell("on_step_skipped", optimizers[optimizer_idx])
-
-    def on_validation_start(self) -> None:
-        self._tell("on_validation_start")
-
-    def on_validation_end(self) -> None:
-        self._tell("on_validation_end")
-
     def on_checkpoint_load(self) -> None:
         if self._view is not None:
             self._view.look_closely()

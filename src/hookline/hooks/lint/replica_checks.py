@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data.distributed import DistributedSampler
 
 from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import LoadedBatch, ModuleCall
@@ -188,40 +187,6 @@ class BatchNormStatisticsDiffer(Check):
                 f"The running statistics of {len(different)} BatchNorm modules differ between "
                 f"{len(ranks)} processes, and all of them evaluate the model.",
             )
-
-
-class SamplerSeedsDiffer(Check):
-    """The samplers of the ranks shuffle with different seeds.
-
-    A `DistributedSampler` gives each rank every n-th sample of one order. Ranks with orders of
-    their own see some samples twice in an epoch, and others never.
-
-    Bug:
-        DistributedSampler(dataset, seed=seed + rank)
-    Fix: Give the samplers of all ranks the same seed.
-    Ignore: Never seen on purpose.
-    """
-
-    def setup(self) -> None:
-        self._seeds: list[int] = []
-        if self.view.ranks == 1:
-            self.left_out = "there is one process"
-
-    def on_loader_start(self, loader: Any, iterator: Any) -> None:
-        sampler: Any = getattr(loader, "sampler", None)
-        is_split = isinstance(sampler, DistributedSampler) and sampler.shuffle
-        if is_split and sampler.num_replicas == self.view.ranks:
-            self._seeds.append(sampler.seed)
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        if self._seeds:
-            self.view.compare_ranks(self.id, self._seeds[:1], self._judge)
-
-    def _judge(self, ranks: list[list[int]]) -> None:
-        seeds = [rank[0] for rank in ranks]
-        if len(set(seeds)) > 1:
-            self.find("DistributedSampler", f"Its seeds on the ranks are {seeds}.")
 
 
 class SameDataOnAllRanks(Check):

@@ -71,19 +71,6 @@ class LoadedBatch:
 
 
 @dataclass(eq=False, slots=True)
-class WeightsLoaded:
-    """A call of `load_state_dict` of a module; `result` names missing and unexpected keys.
-
-    With `assign=True`, the module has taken over the tensors of the state.
-    """
-
-    module: nn.Module
-    state: Any
-    result: Any
-    is_assigned: bool
-
-
-@dataclass(eq=False, slots=True)
 class ModuleCall:
     """A call of a module of the model that has returned."""
 
@@ -289,10 +276,9 @@ def tied_places(model: nn.Module) -> list[tuple[Place, Place]]:
     found: list[tuple[Place, Place]] = []
     for module in model.modules():
         for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(tensor) in first:
-                found.append((first[id(tensor)], (module, name)))
-            else:
-                first[id(tensor)] = (module, name)
+            place = first.setdefault(id(tensor), (module, name))
+            if place != (module, name):
+                found.append((place, (module, name)))
     return found
 
 
@@ -361,7 +347,7 @@ def _state_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
     _tell("on_state_loaded", args[0], state)
     if isinstance(args[0], nn.Module):
         is_assigned = bool(kwargs.get("assign", len(args) > 3 and args[3]))
-        _tell("on_weights_loaded", WeightsLoaded(args[0], state, result, is_assigned))
+        _tell("on_weights_loaded", args[0], state, result, is_assigned)
 
 
 def _file_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
