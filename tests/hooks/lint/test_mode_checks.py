@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from lint_loops import assert_none_failed
-from loops import batches, fit
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -138,16 +137,6 @@ def test_an_evaluation_of_a_part_of_the_outputs_is_found():
 
     (finding,) = train(classifier(), evaluate=evaluate, steps=3)
     assert finding.check == "dropout-in-evaluation"
-
-
-def test_an_evaluation_in_train_mode_at_the_end_is_found():
-    def evaluate(model):
-        with torch.no_grad():
-            losses(model, 1)
-
-    assert [f.check for f in train(classifier(), evaluate=evaluate, steps=2)] == [
-        "dropout-in-evaluation"
-    ]
 
 
 def in_eval(model):
@@ -291,24 +280,6 @@ def test_weights_that_are_changed_on_purpose_are_not_found(case, tmp_path):
 
     wrap = {"clipped": clip, "restored": swap.step}.get(case)
     assert not train(model, evaluate=evaluate, wrap=wrap, every=3, steps=9)
-
-
-# -- the trainer -----------------------------------------------------------------------------------
-
-
-def test_modes_are_looked_at_in_the_trainer():
-    class StaysInEval(hookline.Hook):
-        def on_step_end(self, model):
-            model.eval()
-            with torch.no_grad():
-                F.mse_loss(model(batches(1)[0][0]), batches(1)[0][1])
-
-    lint = hookline.Lint()
-    fit(lint, StaysInEval(), val=batches(2))
-    assert "training-in-eval-mode" in {finding.check for finding in lint.findings}
-    healthy = hookline.Lint()
-    fit(healthy, val=batches(2), data=batches(12), validate_every_steps=3)
-    assert not healthy.findings
 
 
 # -- dropout-ignores-eval-mode ---------------------------------------------------------------------

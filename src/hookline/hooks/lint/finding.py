@@ -75,7 +75,7 @@ class Check:
         rule: the number of its rule, set by the catalogue.
         severity: of its findings.
         is_active: whether it calls the model again.
-        ends: whether it looks at nothing any more after its first finding.
+        needs_ranks: whether it compares processes.
         view: where training stands.
     """
 
@@ -83,7 +83,7 @@ class Check:
     rule: ClassVar[int]
     severity: ClassVar[Severity] = "error"
     is_active: ClassVar[bool] = False
-    ends: ClassVar[bool] = True
+    needs_ranks: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

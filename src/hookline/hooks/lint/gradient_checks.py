@@ -110,12 +110,10 @@ class GradientsZeroedBeforeStep(Check):
         self._compare(optimizer)
 
     def _compare(self, optimizer: Any) -> None:
-        rows = self._sums.pop(id(optimizer), None)
-        if rows and any(parameter.grad is not None for parameter, _ in rows):
-            now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
+        rows = self._sums.pop(id(optimizer), [])
+        now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
+        if rows:
             self.read([*(each for _, each in rows), *now], self._judge, optimizer, len(rows))
-        elif rows:
-            self.read([each for _, each in rows], self._judge, optimizer, len(rows))
 
     def _judge(self, numbers: list[float], optimizer: Any, count: int) -> None:
         # A gradient that is not finite is zeroed on purpose.
@@ -144,9 +142,8 @@ class ClipWithoutEffect(Check):
     """
 
     def setup(self) -> None:
-        self._stepped: set[int] = set()  # without a backward since then
-        self._late: dict[int, str] = {}  # clipped in vain, since the last step
-        self._in_time: set[int] = set()
+        self._stepped: set[int] = set()  # optimizers, without a backward since then
+        self._clips: dict[int, list[str]] = {}  # by optimizer: why each was in vain, or ""
 
     @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
@@ -154,29 +151,22 @@ class ClipWithoutEffect(Check):
 
     @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
-        if not _limits(call):
-            return
         has_gradients = any(tensor.grad is not None for tensor in call.tensors)
-        for optimizer in _optimizers_of(self.view, call):
-            key = id(optimizer)
+        for key in map(id, _optimizers_of(self.view, call) if _limits(call) else ()):
+            why = "after the step" if key in self._stepped else ""
             if not has_gradients:
-                self._late[key] = "before backward, when there were no gradients"
-            elif key in self._stepped:
-                self._late[key] = "after the step"
-            else:
-                self._in_time.add(key)
+                why = "before backward, when there were no gradients"
+            self._clips.setdefault(key, []).append(why)
 
     @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        key = id(optimizer)
-        when, was_in_time = self._late.pop(key, None), key in self._in_time
-        self._in_time.discard(key)
-        count = self.in_a_row(when and not was_in_time, key)
+        clips = self._clips.pop(id(optimizer), [])
+        count = self.in_a_row(clips and all(clips), id(optimizer))
         if count >= _STEPS_IN_A_ROW:
             self.find(
                 type(optimizer).__name__,
-                f"The gradients were clipped {when}, in {count} steps in a row, and not between "
-                "backward and step.",
+                f"The gradients were clipped {clips[-1]}, in {count} steps in a row, and not "
+                "between backward and step.",
             )
 
     @in_due_steps
@@ -254,13 +244,15 @@ class ClipDiffersOverRanks(Check):
     Ignore: Never.
     """
 
+    needs_ranks = True
+
     def setup(self) -> None:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._name = ""
 
     @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers if self.view.ranks > 1 else ():
+        for optimizer in self.view.optimizers:
             parameter = _small_matrix(optimizer)
             if parameter is not None and _is_shared(self.view, parameter):
                 self._before[id(optimizer)] = parameter, _sum(self.view, parameter.grad)

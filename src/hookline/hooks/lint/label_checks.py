@@ -14,7 +14,6 @@ from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.token_labels import aligned, is_any_shifted_by, is_shifted_by, token_ids
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
-from hookline.loop.model_watch import unwrapped
 
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _STEPS_IN_A_ROW = 3
@@ -295,15 +294,7 @@ class EndTokenNeverTrained(Check):
 
     def setup(self) -> None:
         self._tokens = EmbeddedTokens()
-        self._seen = 0
-        self._ends: set[float] = set()
-        self._stops: set[float] = set()  # also those of generation
-        self._is_appended = True  # the data end every sequence with it
-
-    def on_train_start(self) -> None:
-        for model in self.view.models:
-            self._ends |= _end_tokens(model, "config")
-            self._stops |= self._ends | _end_tokens(model, "generation_config")
+        self._seen = 0.0
 
     def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
@@ -318,52 +309,29 @@ class EndTokenNeverTrained(Check):
         labels, later = target[:, :width], ids[:, 1 : width + 1]
         is_used = is_label_used(call).reshape(target.shape)[:, :width]
         end = ids[0, -1]
-        is_end = ids == end
-        trailing = is_end.flip(1).long().cumprod(1).sum(1)
+        trailing = (ids == end).flip(1).long().cumprod(1).sum(1)  # end tokens of each sequence
         last = (is_used * torch.arange(width, device=ids.device)).argmax(1)
         last_labels = labels.gather(1, last[:, None])
-        self.read(
-            [
-                end,
-                (ids[:, -1] == end).all() & is_used.any() & (trailing.max() > 1),
-                ((later == labels) | ~is_used).all(),
-                (is_used & (later == end)).any(),
-                trailing.min(),
-                (last_labels == last_labels[0]).all(),
-                last_labels[0, 0],
-            ],
-            self._judge,
-        )
+        # Padding comes up to the longest sequence, which has one; a template may close each text
+        # with another token, which then ends generation.
+        is_padded = (trailing.min() == 1) & (trailing.max() > 1) & is_used.any()
+        is_next = ((later == labels) | ~is_used).all() & (last_labels != last_labels[0]).any()
+        self.read([end, is_padded, is_next, (is_used & (later == end)).any()], self._judge)
 
     @in_due_steps
     def on_step_end(self) -> None:
         self._tokens.forget()
 
     def _judge(self, numbers: list[float]) -> None:
-        end, is_padded, is_next, is_trained, shortest, is_same_last, last = numbers
-        is_known = end in self._ends
-        self._is_appended &= shortest == 1
-        # A template may close each text with another token, which then ends generation.
-        has_other_end = is_same_last and (
-            not is_known or last in self._stops or not self._is_appended
-        )
-        if not is_next or has_other_end:
-            return
-        if is_trained:
-            self._seen = -math.inf  # type: ignore[assignment]
-        if is_padded and (shortest == 1 or is_known):
-            self._seen += 1
+        end, is_padded, is_next, is_trained = numbers
+        if is_next:
+            self._seen += -math.inf if is_trained else is_padded
         if self._seen >= _STEPS_IN_A_ROW:
             self.find(
                 "cross_entropy",
                 f"Every sequence ends with the token {end:.0f}, which is also the padding, and all "
-                f"its labels are ignored (in {self._seen} batches).",
+                f"its labels are ignored (in {self._seen:.0f} batches).",
             )
-
-
-def _end_tokens(model: nn.Module, config: str) -> set[float]:
-    end = getattr(getattr(unwrapped(model), config, None), "eos_token_id", None)
-    return set(end) if isinstance(end, list) else set() if end is None else {end}
 
 
 class FirstLossTooHigh(Check):

@@ -189,9 +189,9 @@ class OutputDependsOnOtherSamples(Check):
         permuted = call.run_with(lambda x: _rows(x, samples, list(reversed(range(samples)))))
         alone, turned = sample_outputs(repeated, samples), sample_outputs(permuted, samples)
         if alone is not None and turned is not None:
-            same, equal = before[:1].expand(before.shape), alone[:1].expand(alone.shape)
+            same = before[:1].expand(before.shape)
             pairs = [(before.flip(0), turned), (before[:1], alone[:1]), (same, before)]
-            changes = [Comparison(x, x, y).change() for x, y in (*pairs, (equal, alone))]
+            changes = [Comparison(x, x, y).change() for x, y in pairs]
             self.read([repeats(before, again), *changes], self._judge, samples)
 
     def _has_rows_of_samples(self, call: RepeatableCall, first: Tensor, outputs: Tensor) -> bool:
@@ -208,20 +208,13 @@ class OutputDependsOnOtherSamples(Check):
         return outputs.ndim <= 2 and (first.ndim >= 3 or is_tokens)
 
     def _judge(self, numbers: list[float], samples: int) -> None:
-        is_repeated, unlike, part, spread, unequal = numbers
-        if not is_repeated:
-            return
-        if unlike == 0 and spread and part:
-            how = f"when the other {samples - 1} samples of its batch were replaced"
-        elif unequal:
-            part, how = unequal, "with its place in a batch of equal samples"
-        else:
-            return
-        self.find(
-            type(self.view.models[0]).__name__,
-            f"In eval mode, the output for a sample changed by {part:.2g} of the largest output "
-            f"{how}.",
-        )
+        is_repeated, unlike, part, spread = numbers
+        if is_repeated and part and spread and not unlike:
+            self.find(
+                type(self.view.models[0]).__name__,
+                f"In eval mode, the output for a sample changed by {part:.2g} of the largest "
+                f"output when the other {samples - 1} samples of its batch were replaced.",
+            )
 
 
 def _rows(tensor: Tensor, samples: int, rows: list[int]) -> Tensor:

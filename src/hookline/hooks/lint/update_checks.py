@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
@@ -131,7 +130,8 @@ class ParameterNotInOptimizer(Check):
         if not stuck or _is_held_by_unseen([row.parameter for row in stuck], self.view.optimizers):
             return
         replaced = [row for row in stuck if id(row.parameter) in self._replaced]
-        stuck = [*replaced, *self._without_adapted([row for row in stuck if row not in replaced])]
+        others = [row for row in stuck if id(row.parameter) not in self._replaced]
+        stuck = [*replaced, *self._without_adapted(others)]
         if not stuck:
             return
         why = " They replaced others, which an optimizer still has." if replaced else ""
@@ -415,18 +415,15 @@ class _Call(NamedTuple):
 class ParameterWithoutGradient(Check):
     """The graph is cut behind modules that an optimizer should train.
 
-    The first modules of the forward never get gradients, though an optimizer has them. The first
-    one that gets gradients is called with a tensor that has no graph, is as large as the output
-    before it, and is no input of the model: because of `detach`, `.data`, `no_grad`, or
-    checkpointing with `use_reentrant=True` of inputs that need no gradients. Or an input of the
-    model is passed only to modules that never have gradients, while others have: nothing is learned
-    from it.
+    The first modules of the forward, or all those that get one of the model's inputs, never have
+    gradients, while others have: because of `detach`, `.data`, `no_grad`, or checkpointing with
+    `use_reentrant=True` of inputs that need no gradients.
 
     Bug:
         features = self.encoder(x).detach()
         return self.head(features)
-    Fix: Remove `detach`, `.data` or `no_grad` behind these modules, or use `use_reentrant=False`.
-        To freeze them, call `requires_grad_(False)`.
+    Fix: Remove what cuts the graph, or use `use_reentrant=False`. To freeze the modules, call
+        `requires_grad_(False)`.
     Ignore: When the modules are frozen in this way on purpose.
     """
 
@@ -580,51 +577,29 @@ class OptimizerMadeAnew(Check):
         for x, y in loader:
             optimizer = Adam(model.parameters())
     Fix: Make the optimizer once, before the loop. To change the rate, set `group["lr"]`.
-    Ignore: When every few steps are a training run of their own.
+    Ignore: When every step is a training run of its own.
     """
 
     def setup(self) -> None:
-        self._last: dict[int, tuple[Any, int, int]] = {}  # by parameter: optimizer, step, how often
-        self._values: dict[int, Tensor] = {}
+        self._last: dict[int, tuple[Any, int]] = {}  # by parameter: optimizer, weakly, and step
 
     def on_optimizer_made(self, optimizer: Any) -> None:
         first = next(parameters_of(optimizer), None)
         if first is None or self.view.name_of(first) is None:
             return
-        last, step, count = self._last.get(id(first), (_nothing, 0, 0))
-        previous = last()
-        is_soon = self.view.steps_seen - step <= FIRST_STEPS
-        had_moments = previous is not None and _has_moments(previous)
-        count = count + 1 if is_soon and had_moments and type(previous) is type(optimizer) else 0
-        self._last[id(first)] = weakref.ref(optimizer), self.view.steps_seen, count
-        if 0 < count <= _IN_A_ROW:  # its steps may be no events: the loop has another optimizer
-            note = functools.partial(_keep_sample, self._values, self.view)
-            note.__module__ = __name__
-            optimizer.register_step_post_hook(note)
-        values = self._values.get(id(first))
-        if count >= _IN_A_ROW and values is not None:
-            same = (self.sample(first) == values).all()
-            self.read([same], self._judge, type(optimizer).__name__, count)
-
-    def _judge(self, numbers: list[float], name: str, count: int) -> None:
-        if numbers[0]:
+        key, step = id(first), self.view.steps_seen
+        last, before = self._last.get(key, (lambda: None, step))
+        previous: Any = last()
+        self._last[key] = weakref.ref(optimizer), step
+        is_like_before = previous is not None and type(previous) is type(optimizer)
+        is_in_loop = is_like_before and step - before <= 1 and _has_moments(previous)
+        if self.in_a_row(is_in_loop, key) >= _MANY_IN_A_ROW:
+            name = type(optimizer).__name__
             self.find(
                 name,
-                f"{name} was made {count + 1} times over the same parameters, each time after at "
-                f"most {FIRST_STEPS} steps, which drops its moments.",
+                f"{name} was made {_MANY_IN_A_ROW + 1} times over the same parameters, each time "
+                "after at most one step, which drops its moments.",
             )
-
-
-def _keep_sample(
-    values: dict[int, Tensor], view: TrainingView, optimizer: Any, args: Any, kwargs: Any
-) -> None:
-    """Keep some weights after a step."""
-    first = next(parameters_of(optimizer))
-    values[id(first)] = view.sample(first)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _has_moments(optimizer: Any) -> bool:
@@ -707,8 +682,7 @@ class ForwardIgnoresUpdates(Check):
     """A forward computes with an old copy of a weight that training changes.
 
     The gradient goes to the weight, but its values are read from a cache (quantised, cast or
-    merged) that a step does not refresh. Found by changing the weight of one linear, convolution or
-    embedding layer of each class in a copy of the model: the output of the layer has to change.
+    merged) that a step does not refresh. Found by changing weights in a copy of the model.
 
     Bug:
         if self.cache is None:
