@@ -53,6 +53,12 @@ class _Average:
                 found.append((name, tensors[key], parameter))
         return found[:_MAX_PAIRS]
 
+    def sampled(self, view: TrainingView) -> tuple[Tensor, Tensor]:
+        """Return some elements of the average, and the same ones of the parameters."""
+        pairs = [(view.sample(a).double(), view.sample(p).double()) for _, a, p in self.pairs]
+        averages, parameters = zip(*pairs, strict=True)
+        return torch.cat(averages), torch.cat(parameters)
+
 
 class _AverageCheck(Check):
     def setup(self) -> None:
@@ -85,8 +91,7 @@ class AverageMovesAway(_AverageCheck):
             if shared:
                 self.find(average.name, f"'{shared[0]}' and its average are the same memory.")
                 return
-            now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-            weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
+            now, weights = average.sampled(self.view)
             is_same = average.before is not None and average.before.shape == now.shape
             if average.before is not None and average.weights is not None and is_same:
                 moved = now - average.before
@@ -148,17 +153,14 @@ class AverageRestartsAfterLoading(_AverageCheck):
     def on_step_after_loading(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1 and self._has_loaded and not self._start:
             for average in search_averages(self.view):
-                values = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-                weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
-                self._start.append((average, values, weights))
+                self._start.append((average, *average.sampled(self.view)))
 
     @in_due_steps
     def on_step_end(self) -> None:
         if self.view.steps_seen != 2:
             return
         for average, before, old in self._start:
-            now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-            weights = average.weights
+            now, weights = average.sampled(self.view)[0], average.weights
             if weights is None or now.shape != before.shape:
                 continue
             moved, way = now - before, weights - before
@@ -170,7 +172,7 @@ class AverageRestartsAfterLoading(_AverageCheck):
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1:
             for average, _, _ in self._start:
-                average.weights = _sample(self.view, [p for _, _, p in average.pairs])
+                average.weights = average.sampled(self.view)[1]
 
     def _judge(self, numbers: list[float], average: _Average) -> None:
         product, square, moved, step = numbers
@@ -227,10 +229,6 @@ class AverageOfCounters(_AverageCheck):
     def setup(self) -> None:
         super().setup()
         self._seen: dict[str, set[float]] = {}
-
-
-def _sample(view: TrainingView, tensors: list[Tensor]) -> Tensor:
-    return torch.cat([view.sample(tensor).double() for tensor in tensors])
 
 
 def search_averages(view: TrainingView) -> list[_Average]:

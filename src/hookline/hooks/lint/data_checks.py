@@ -236,16 +236,12 @@ class BatchesSkippedInEveryEpoch(_LoaderCheck):
 class WorkersShareRandomNumbers(Check):
     """The workers of a loader draw the same random numbers.
 
-    Each worker gets a copy of the dataset. A generator that the dataset has is copied with its
-    state, so all workers draw the same numbers, and draw them again in each epoch. torch seeds only
-    the global generators of torch, Python and NumPy per worker.
+    Each worker gets a copy of the dataset, with the state of its generators. torch seeds only the
+    global generators of torch, Python and NumPy per worker.
 
     Bug:
-        class Noisy(Dataset):
-            def __init__(self):
-                self.rng = np.random.default_rng(0)
-            def __getitem__(self, i):
-                return self.data[i] + self.rng.normal()
+        self.rng = np.random.default_rng(0)  # in the dataset's __init__
+        return self.data[i] + self.rng.normal()  # in __getitem__
     Fix: Make the generator in each worker: in `worker_init_fn`, or at its first use, seeded with
         `torch.initial_seed()`.
     Ignore: When the numbers do not matter.
@@ -270,10 +266,8 @@ class StreamRepeatedByWorkers(Check):
     Every worker gets a copy of an `IterableDataset`, and iterates over all of it.
 
     Bug:
-        class Stream(IterableDataset):
-            def __iter__(self):
-                yield from read(self.path)
-        DataLoader(Stream(), num_workers=2)
+        yield from read(self.path)  # in __iter__ of an IterableDataset
+        DataLoader(stream, num_workers=2)
     Fix: Let each worker read its part, by `torch.utils.data.get_worker_info()`.
     Ignore: When workers draw random records, and equal ones come by chance.
     """

@@ -447,21 +447,13 @@ def _dense(optimizer: Any) -> Iterator[Tensor]:
     """Yield the optimizer's parameters with a gradient that is not sparse."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if _is_dense(parameter.grad):
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 yield parameter
-
-
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided
 
 
 def _small_matrix(optimizer: Any) -> Tensor | None:
     """Return the smallest matrix with a gradient, or vector: large ones are often embeddings."""
-    return _smallest(_dense(optimizer))
-
-
-def _smallest(parameters: Iterator[Tensor]) -> Tensor | None:
-    return min(parameters, key=lambda p: (p.ndim < 2, p.numel()), default=None)
+    return min(_dense(optimizer), key=lambda p: (p.ndim < 2, p.numel()), default=None)
 
 
 def _some_with_gradients(optimizer: Any) -> list[Tensor]:

@@ -93,15 +93,6 @@ def compare_tokens(call: RepeatableCall, ids: Tensor, changed: Tensor) -> Compar
     return None if after is None else Comparison(before, again, after)
 
 
-def change_later(call: RepeatableCall, ids: Tensor) -> tuple[Comparison | None, int]:
-    """Change the tokens from the middle on; return the outputs, and where the middle is."""
-    middle = ids.shape[1] // 2
-    if "later" not in call.shared:
-        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
-        call.shared["later"] = compare_tokens(call, ids, changed)
-    return call.shared["later"], middle
-
-
 def attention_names(view: TrainingView) -> list[str]:
     """Return the names of attention modules, or the class of the model if it has none."""
     found = [n for m, n in view.module_names.items() if "ttention" in type(m).__name__ and n]
@@ -132,8 +123,12 @@ class OutputDependsOnLaterToken(Check):
 
     def on_repeat(self, call: RepeatableCall) -> None:
         ids = token_ids(call.inputs)
-        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
-        if ids is None or compared is None:
+        if ids is None:
+            return
+        middle = ids.shape[1] // 2
+        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
+        compared = compare_tokens(call, ids, changed)
+        if compared is None:
             return
         others = token_inputs(call.inputs)[1:]  # a translation may see its whole source
         targets = [aligned(target, ids) for target in call.targets]
@@ -224,15 +219,14 @@ def _rows(tensor: Tensor, samples: int, rows: list[int]) -> Tensor:
 class OutputDependsOnPadding(Check):
     """The padding at the end of sequences changes the outputs.
 
-    A mask is missing, is not used, or has the wrong sign. The result then depends on how long the
-    other sequences of a batch are. Padding is recognised as one token at the end of the shorter
-    sequences (which masks agree with), and some of it is removed.
+    A mask is missing, is not used, or has the wrong sign. Padding is recognised as one token at the
+    end of the shorter sequences (which masks agree with), and some of it is removed.
 
     Bug:
         def forward(self, ids, attention_mask):
             return self.encoder(self.embed(ids))  # the mask is not passed on
-    Fix: Give the mask to the attention. `src_key_padding_mask` of torch is True at padding,
-        `attention_mask` of transformers is 1 at tokens.
+    Fix: Give the mask to the attention. Masks of torch are True at padding, those of transformers
+        1 at tokens.
     Ignore: When the last token does not mean padding.
     """
 

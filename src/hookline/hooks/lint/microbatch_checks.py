@@ -17,16 +17,15 @@ _MAX_SPREAD = 1e-3  # between weights that count as equal
 class MeanOfMeans(Check):
     """Micro-batches with few labels count as much as those with many.
 
-    Each loss is a mean over the labels of its micro-batch, and all means have the same weight. A
-    label in a short micro-batch then counts more, and the gradient is not that of the whole batch.
+    Each loss is a mean over the labels of its micro-batch, and all means have the same weight, so
+    the gradient is not that of the whole batch.
 
     Bug:
         for micro in step:
             loss = F.cross_entropy(model(micro.x), micro.y, ignore_index=-100)  # a mean
             (loss / len(step)).backward()
-    Fix: Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels that the
-        whole step uses.
-    Ignore: When each micro-batch is meant to count the same, as when each is a task of its own.
+    Fix: Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels of the step.
+    Ignore: When each micro-batch is meant to count the same, as a task of its own.
     """
 
     severity = "warning"

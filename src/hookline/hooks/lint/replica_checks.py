@@ -23,15 +23,15 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class ReplicasDiffer(Check):
     """Weights that all processes should have equally differ between them.
 
-    Data-parallel processes apply the same gradients to the same weights, which stay equal bit for
-    bit. Once one differs, each process trains another model, and only that of rank 0 is saved.
-    Statistics of BatchNorm that differ, where all processes evaluate the model, are a warning.
+    The same gradients of the same weights keep them equal bit for bit. Once one differs, each
+    process trains another model. Statistics of BatchNorm that differ, where all processes evaluate
+    the model, are a warning.
 
     Bug:
         torch.manual_seed(rank)
         model = Net()  # the gradients are averaged, but each process has its own initial weights
-    Fix: Wrap the model in `DistributedDataParallel` with `broadcast_buffers`, call the wrapper and
-        not its `.module`, and change weights by the same numbers on all ranks.
+    Fix: Wrap the model in `DistributedDataParallel` with `broadcast_buffers`, and call the wrapper,
+        not its `.module`.
     Ignore: When processes train different models on purpose.
     """
 

@@ -43,15 +43,14 @@ class _Untrained(NamedTuple):
 class ParameterNotInOptimizer(Check):
     """A parameter gets gradients, but no optimizer has it, so it keeps its initial value.
 
-    It is in a plain list, was left out, or replaced a parameter after the optimizer was made (by a
-    new head, wrapping, `to_empty`). A frozen backbone under a trained head is no finding.
+    It is in a plain list, was left out, or replaced another one after the optimizer was made (a new
+    head, wrapping, `to_empty`). A frozen backbone under a trained head is no finding.
 
     Bug:
         self.blocks = [Block() for _ in range(4)]  # no nn.ModuleList
         optimizer = AdamW(model.parameters())
-    Fix: Register modules (`nn.ModuleList`), and give the optimizer all final parameters. Set
-        `requires_grad_(False)` for those that are not to be trained.
-    Ignore: When you train a part of the model on purpose and leave `requires_grad` of the rest on.
+    Fix: Register modules (`nn.ModuleList`), and give the optimizer all final parameters.
+    Ignore: When you train a part on purpose and leave `requires_grad` of the rest on.
     """
 
     def setup(self) -> None:
