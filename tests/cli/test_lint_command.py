@@ -57,9 +57,9 @@ def lint(
     return run_warm(words, cwd=folder, environment=environment)
 
 
-def test_a_bug_is_printed_with_its_fix_and_with_a_folder_the_run_stays(tmp_path: Path) -> None:
-    write(tmp_path, "pass")
-    done = lint(tmp_path, "--runs", "kept", "--steps", "5")
+def test_a_bug_is_printed_with_its_fix_and_the_exit_code_is_1(tmp_path: Path) -> None:
+    write(tmp_path, "pass", steps=5, after="step == 5 and sys.exit(7)")
+    done = lint(tmp_path, "--runs", "kept")
     assert done.returncode == 1, done.stderr
     assert f"Lint: error {CHECK} at step 3: SGD\n    Before backward" in done.stderr
     assert "\n    Fix: Call optimizer.zero_grad() in each step" in done.stderr
@@ -86,10 +86,10 @@ def test_only_the_number_of_steps_is_trained_and_no_path_is_shown(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("print('hello')", 2),
+        ("import torch; torch.optim.SGD([torch.zeros(1)])", 2),
         ("raise SystemExit(5)", 5),
     ],
-    ids=["no torch", "ends before"],
+    ids=["no step", "ends before"],
 )
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path, text: str, code: int) -> None:
     (tmp_path / "train.py").write_text(text)
