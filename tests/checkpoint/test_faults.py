@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -82,50 +81,6 @@ def last_step(folder: Path) -> int:
 
 
 # -- kills in the middle of file operations --------------------------------------------------------
-
-_CALLS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree")
-
-
-def train_and_die_at_call(folder: str, number: str, written: str) -> None:
-    """Die before the n-th call that creates, renames or removes something in `checkpoints`."""
-    calls: list[str] = []
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _CALLS and "/checkpoints/" in str(arguments[0]):
-            calls.append(event)
-            if len(calls) == int(number):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    train(Path(folder), max_steps=12)
-    Path(written).write_text(json.dumps(calls))
-
-
-@pytest.fixture(scope="module")
-def calls(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The file operations of a training without faults."""
-    folder = tmp_path_factory.mktemp("calls")
-    arguments = (folder, 0, folder / "calls.json")
-    process = parent.start(train_and_die_at_call, *arguments, log=folder / "log.txt")
-    assert process.wait() == 0, process.output
-    return json.loads((folder / "calls.json").read_text())
-
-
-# Not the last tenth: there a training with these few steps has ended, and `finish` goes beyond it.
-@pytest.mark.soak(every=3)
-@pytest.mark.parametrize("share", [0.6, 0.3, 0.8])
-def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
-    parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, share: float
-) -> None:
-    number = round(share * len(calls))
-    arguments = (tmp_path, number, tmp_path / "calls.json")
-    process = parent.start(train_and_die_at_call, *arguments, log=tmp_path / "log.txt")
-    assert process.wait() == -signal.SIGKILL, process.output
-    assert check_checkpoints(tmp_path) > 0
-    finish(parent, tmp_path)
-    assert check_checkpoints(tmp_path) > 0
-    assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
-    assert compare_ends(whole, tmp_path) == []
 
 
 def train_and_die_before_rename(folder: str, name: str) -> None:
