@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -22,11 +21,6 @@ import hookline
 from hookline.checkpoint import load_checkpoint
 
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own (Linux)")
-
-
-def soaked(*values: Any) -> list[Any]:
-    """Return parameters of tests that only `make soak` runs."""
-    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
 class At(hookline.Hook):
@@ -88,49 +82,6 @@ def last_step(folder: Path) -> int:
 
 # -- kills in the middle of file operations --------------------------------------------------------
 
-_CALLS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "shutil.rmtree")
-
-
-def train_and_die_at_call(folder: str, number: str, written: str) -> None:
-    """Die before the n-th call that creates, renames or removes something in `checkpoints`."""
-    calls: list[str] = []
-
-    def watch(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _CALLS and "/checkpoints/" in str(arguments[0]):
-            calls.append(event)
-            if len(calls) == int(number):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    train(Path(folder), max_steps=12)
-    Path(written).write_text(json.dumps(calls))
-
-
-@pytest.fixture(scope="module")
-def calls(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The file operations of a training without faults."""
-    folder = tmp_path_factory.mktemp("calls")
-    arguments = (folder, 0, folder / "calls.json")
-    process = parent.start(train_and_die_at_call, *arguments, log=folder / "log.txt")
-    assert process.wait() == 0, process.output
-    return json.loads((folder / "calls.json").read_text())
-
-
-# Not the last tenth: there a training with these few steps has ended, and `finish` goes beyond it.
-@pytest.mark.parametrize("share", [0.6, *soaked(0.3, 0.8)])
-def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
-    parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, share: float
-) -> None:
-    number = round(share * len(calls))
-    arguments = (tmp_path, number, tmp_path / "calls.json")
-    process = parent.start(train_and_die_at_call, *arguments, log=tmp_path / "log.txt")
-    assert process.wait() == -signal.SIGKILL, process.output
-    assert check_checkpoints(tmp_path) > 0
-    finish(parent, tmp_path)
-    assert check_checkpoints(tmp_path) > 0
-    assert list(newest_run(tmp_path).rglob(".tmp-*")) == []
-    assert compare_ends(whole, tmp_path) == []
-
 
 def train_and_die_before_rename(folder: str, name: str) -> None:
     """Die when a checkpoint of this name is about to get it."""
@@ -143,7 +94,8 @@ def train_and_die_before_rename(folder: str, name: str) -> None:
     train(Path(folder))
 
 
-@pytest.mark.parametrize("name", ["epoch_0004", *soaked("epoch=4-step=24", "step=28")])
+@pytest.mark.soak(every=3)
+@pytest.mark.parametrize("name", ["epoch_0004", "epoch=4-step=24", "step=28"])
 def test_a_kill_between_two_checkpoints_of_one_step_loses_neither(
     parent: WarmParent, whole: Path, tmp_path: Path, name: str
 ) -> None:
@@ -177,9 +129,8 @@ def train_and_die_at_end(folder: str, end: str) -> None:
     train(Path(folder), Die(), **ENDS[end])
 
 
-@pytest.mark.parametrize(
-    "end", ["early stopping within an epoch", "the last step", *soaked(*list(ENDS)[1:3])]
-)
+@pytest.mark.soak(every=2)
+@pytest.mark.parametrize("end", ENDS)
 def test_a_run_that_is_killed_at_its_end_ends_in_the_same_way(
     parent: WarmParent, tmp_path: Path, end: str
 ) -> None:

@@ -231,7 +231,6 @@ def test_a_folder_with_a_file_of_the_user_is_not_removed(tmp_path, caplog):
     assert "'notes.txt'" in caplog.text
 
 
-SOAK = pytest.mark.soak
 KILLED_AT = ("mkdir", "open", "rename", "replace", "rmdir", "scandir", "stat", "unlink", "write")
 
 
@@ -258,7 +257,8 @@ def kill_at(number: int, work: Callable[[], object]) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("first", [1, pytest.param(2, marks=SOAK), pytest.param(3, marks=SOAK)])
+@pytest.mark.soak(every=3)
+@pytest.mark.parametrize("first", [1, 2, 3])
 def test_a_kill_at_any_system_call_of_pruning_leaves_complete_checkpoints_only(tmp_path, first):
     for number in count(first, 3):
         folder = tmp_path / f"{number}"

@@ -125,6 +125,7 @@ def test_a_checkpoint_through_accelerates_fsdp2_plugin_is_resumed_bit_for_bit(tr
         assert_equal(results["again"]["end"], results["end"])
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("is_killed", [False, True], ids=["in time", "killed"])
 def test_a_signal_while_a_checkpoint_is_written_leaves_valid_ones_and_the_job_resumes(
     tmp_path: Path, is_killed: bool

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from commands import run_command
 
-KILLS = 20
+KILLS = 12
 
 
 def test_killed_at_random_instants_training_ends_with_the_same_bits(tmp_path):

@@ -106,17 +106,3 @@ def test_what_a_hook_logs_has_its_name_in_every_loop(tmp_path: Path) -> None:
     assert in_loop(Logs(name), tmp_path / "told", told=True) == expected
     unchanged = in_loop(Logs(name), tmp_path / "unchanged", told=False)
     assert unchanged == expected - {"train/loss_epoch"}
-
-
-def test_a_loop_within_a_hook_logs_as_a_loop(tmp_path: Path) -> None:
-    class Outer(hookline.Hook):
-        def on_train_end(self):
-            model, optimizer = make()
-            with hookline.attach(model, optimizer, runs=tmp_path) as session:
-                session.log("size", 4.0)
-                train(model, optimizer, batches(1))
-
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[Outer()]):
-        train(model, optimizer, batches(1))
-    assert recorded(tmp_path) == {"train/size", "train/loss"}

@@ -117,6 +117,7 @@ def check_resumed(parent: WarmParent, whole: Path, folder: Path) -> None:
     assert compare_ends(whole, folder) == []
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize(
     ("event", "call"),
     [
@@ -170,6 +171,7 @@ def train_and_signal_all(folder: str, name: str) -> None:
     print_end(trainer)
 
 
+@pytest.mark.soak(every=3)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_to_all_processes_of_a_job_saves_too(
     parent: WarmParent, whole: Path, tmp_path: Path, name: str
@@ -210,6 +212,7 @@ def train_and_signal_and_count(folder: str) -> None:
     print_end(train(Path(folder), Count()))
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_user_signals_preempt_too(
     parent: WarmParent, whole: Path, tmp_path: Path, name: str
@@ -296,9 +299,10 @@ def start_cli(parent: WarmParent, folder: Path, *arguments: str, log: str = "log
     return parent.start(run_cli, folder, *arguments, log=folder / log)
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize(
     ("name", "code", "status"),
-    [("SIGTERM", 143, "preempted"), ("SIGINT", 130, "interrupted"), ("SIGUSR1", 138, "preempted")],
+    [("SIGTERM", 143, "preempted"), ("SIGUSR1", 138, "preempted"), ("SIGINT", 130, "interrupted")],
 )
 def test_the_command_line_says_how_to_resume_and_does_it(
     parent: WarmParent, tmp_path: Path, name: str, code: int, status: str
