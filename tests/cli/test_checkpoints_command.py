@@ -284,6 +284,7 @@ def test_a_failed_export_leaves_nothing(saved: SavedRun, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([run.name, "file"])
 
 
+@pytest.mark.soak
 def test_transformers_loads_an_exported_model_with_tied_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)

@@ -44,6 +44,7 @@ def shuffled(seed=1, **options):
     return DataLoader(dataset(seed=seed), batch_size=4, shuffle=True, **options)
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("at", [1, 2, 5, 11, 12, 15, 24])
 @pytest.mark.parametrize("order", ["sequential", "round_robin"])
 def test_two_loaders_shuffled_by_the_global_generator(tmp_path, at, order):
@@ -100,6 +101,7 @@ def test_gradients_of_an_optimizer_that_steps_less_often(tmp_path, at, every):
     assert resume_equals(tmp_path, shuffled, at, optimizers=2, optimizer_every=every)
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("event", ["on_step_end", "on_before_optimizer_step"])
 @pytest.mark.parametrize("at", [2, 4, 5, 8])
 def test_loaders_without_length_under_accumulation(tmp_path, at, event):
@@ -118,6 +120,7 @@ def persistent(data=None, **options):
     )
 
 
+@pytest.mark.soak(every=2)
 @pytest.mark.parametrize("own_generator", [False, True])
 @pytest.mark.parametrize(
     ("at", "event"),

@@ -25,7 +25,6 @@ TWO = {"web": WEB, "code": CODE}
 
 LENGTHS = st.lists(st.integers(1, 7), min_size=2, max_size=4)
 WEIGHTS = st.lists(st.integers(1, 40), min_size=2, max_size=8)
-IN_TURNS = ("round_robin", "weighted")  # these may end with the shortest loader
 
 
 class Unsized:
@@ -60,7 +59,6 @@ def mixings(
 ) -> st.SearchStrategy[MixConfig]:
     """Mixings of so many loaders, in these orders."""
     weights = st.lists(st.integers(1, 9), min_size=count, max_size=count)
-    options = {"alternating": {"pattern": patterns(count)}, "weighted": {"weights": weights}}
     on_exhausted = st.sampled_from(["cycle", "drop"])
     return st.one_of(
         st.builds(
@@ -68,7 +66,7 @@ def mixings(
             st.just(order),
             length=length,
             on_exhausted=on_exhausted,
-            **options.get(order, {}),
+            **({"weights": weights} if order == "weighted" else {}),
         )
         for order in orders
     )
@@ -77,16 +75,9 @@ def mixings(
 def every_mixing(count: int) -> st.SearchStrategy[MixConfig]:
     length = st.sampled_from(["sum", "longest", 1, 4, 25])
     return st.one_of(
-        mixings(count, ("sequential", "alternating"), length),
-        mixings(count, IN_TURNS, st.one_of(length, st.just("shortest"))),
+        mixings(count, ("sequential",), length),
+        mixings(count, ("round_robin", "weighted"), st.one_of(length, st.just("shortest"))),
     )
-
-
-def patterns(count: int) -> st.SearchStrategy[tuple[str, ...]]:
-    """Patterns in which each of so many loaders stands."""
-    everyone = st.permutations([f"l{i}" for i in range(count)])
-    extra = st.lists(st.sampled_from([f"l{i}" for i in range(count)]), max_size=3)
-    return st.tuples(everyone, extra).map(lambda both: (*both[0], *both[1]))
 
 
 CASES = LENGTHS.flatmap(lambda lengths: st.tuples(st.just(lengths), every_mixing(len(lengths))))
@@ -208,18 +199,6 @@ def test_names_are_strings_and_there_is_one() -> None:
         ({"order": "round_robin", "length": 9}, "w0 c0 w1 c0 w2 c0 w0 c0 w1"),
         ({"order": "round_robin", "length": 3, "on_exhausted": "drop"}, "w0 c0 w1"),
         ({"order": "round_robin", "length": 9, "on_exhausted": "drop"}, "w0 c0 w1 w2"),
-        # alternating
-        ({"order": "alternating", "pattern": ("web", "web", "code")}, "w0 w1 c0 w2"),
-        ({"order": "alternating", "pattern": ["code", 0]}, "c0 w0 c0 w1"),
-        (
-            {"order": "alternating", "pattern": (0, 0, 1), "length": "longest"},
-            "w0 w1 c0 w2 w0 c0",
-        ),
-        ({"order": "alternating", "pattern": (0, 0, 1), "length": "shortest"}, "w0 w1 c0"),
-        (
-            {"order": "alternating", "pattern": (1, 0), "length": 9, "on_exhausted": "drop"},
-            "c0 w0 w1 w2",
-        ),
         # weighted
         ({"order": "weighted", "weights": {"code": 1, "web": 3}}, "w0 w1 c0 w2"),
         ({"order": "weighted", "weights": [1, 1]}, "w0 c0 w1 c0"),
@@ -273,7 +252,7 @@ def test_loaders_without_a_length_give_the_same_epoch_up_to_a_round(
         (mixing.length, mixing.on_exhausted) == ("longest", "cycle")
         and mixing.order != "sequential"
     )
-    size = len(mixing.pattern or lengths) if not mixing.weights else sum(mixing.weights)
+    size = len(lengths) if not mixing.weights else sum(mixing.weights)
     assert abs(len(given) - len(expected)) <= by_rounds * size
 
 
@@ -286,7 +265,6 @@ def test_without_cycling_every_batch_comes_exactly_once(
     for mixing in (
         MixConfig(length=length),
         MixConfig("round_robin", length=length, on_exhausted="drop"),
-        MixConfig("alternating", (*loaders, "l0"), length=length, on_exhausted="drop"),
         MixConfig("weighted", weights=weights, length=length, on_exhausted="drop"),
     ):
         drawn = [batch for batch, *_ in Stream(loaders, mixing).epoch()]
@@ -317,7 +295,7 @@ def test_weighted_shares_are_close_after_every_batch_and_exact_after_a_period(
         MixConfig(),
         MixConfig("round_robin", length="longest"),
         MixConfig("weighted", weights=[2, 1], on_exhausted="drop"),
-        MixConfig("alternating", (0, 0, 1), length="shortest"),
+        MixConfig("weighted", weights=[2, 1], length="shortest"),
     ],
 )
 def test_a_loader_is_started_once_per_pass_and_when_its_turn_comes(
@@ -420,9 +398,8 @@ def test_an_empty_loader_is_refused_at_once_where_its_length_says_so() -> None:
         ({"order": "round_robbin"}, "'order' is 'round_robbin'.* 'round_robin'"),
         ({"length": 0}, "length.* is 0. .* greater than 0"),
         ({"length": True}, "length.* is True"),
-        ({"pattern": ("web",)}, "order is 'sequential'; expected pattern with order='alternating'"),
-        ({"order": "alternating"}, "order is 'alternating'; expected pattern"),
-        ({"order": "alternating", "pattern": (True, 0)}, "pattern.0.* is True"),
+        ({"weights": [1, 2]}, "order is 'sequential'; expected weights with order='weighted'"),
+        ({"order": "weighted"}, "order is 'weighted'; expected weights"),
         ({"order": "weighted", "weights": [1, 0]}, "weights.*1' is 0. .* greater than 0"),
         ({"order": "weighted", "weights": [math.nan]}, "weights.*0' is nan"),
     ],
@@ -435,19 +412,15 @@ def test_a_mixing_that_makes_no_sense_is_refused(settings: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"pattern": ("web", "cod")}, "loader 'cod'; .*Did you mean 'code'"),
-        ({"pattern": ("web", 2)}, "names the loader '2'; expected 'web', 'code'"),
-        ({"pattern": ("web",)}, "pattern has nothing for 'code'"),
+        ({"weights": {"web": 1, "cod": 2}}, "loader 'cod'; .*Did you mean 'code'"),
         ({"weights": {"web": 1}}, "weights has nothing for 'code'"),
         ({"weights": [1, 2, 3]}, "weights names the loader '2'"),
         ({"length": "shortest"}, "'shortest' with order='sequential'"),
-        ({"pattern": (0, 1, 1), "length": "shortest"}, "leaves no batch for a train epoch"),
     ],
 )
 def test_a_mixing_that_does_not_fit_the_loaders_is_refused(
     settings: dict[str, Any], message: str
 ) -> None:
-    order = {"pattern": "alternating", "weights": "weighted"}
-    settings["order"] = next((order[key] for key in settings if key in order), "sequential")
+    settings["order"] = "weighted" if "weights" in settings else "sequential"
     with pytest.raises(ValueError, match=message):
         Stream(TWO, MixConfig(**settings))

@@ -233,22 +233,18 @@ def loader_specs(workers: bool) -> st.SearchStrategy[LoaderSpec]:
 @st.composite
 def mixings(draw: Any, loaders: list[LoaderSpec]) -> dict[str, Any]:
     n = len(loaders)
-    order = draw(st.sampled_from(["sequential", "round_robin", "alternating", "weighted"]))
+    order = draw(st.sampled_from(["sequential", "round_robin", "weighted"]))
     lengths = [draw(st.integers(3, 20)), "longest", "sum", "shortest"]
     exhausted = draw(st.sampled_from(["cycle", "drop"]))
     mixing: dict[str, Any] = {"order": order, "on_exhausted": exhausted}
     if order == "sequential":
         mixing["length"] = draw(st.sampled_from(lengths[:3]))
         return mixing
-    if order == "alternating":
-        extra = draw(st.lists(st.integers(0, n - 1), max_size=2))
-        mixing["pattern"] = [*range(n), *extra]
     if order == "weighted":
         mixing["weights"] = draw(st.lists(st.sampled_from([1, 2, 0.5]), min_size=n, max_size=n))
     has_lengths = all(spec.kind != "iterable" for spec in loaders)
     allowed = lengths if has_lengths or exhausted == "drop" else lengths[:2]
-    # A pattern may take more batches in a round than a short loader has.
-    mixing["length"] = draw(st.sampled_from(allowed if order != "alternating" else allowed[:2]))
+    mixing["length"] = draw(st.sampled_from(allowed))
     return mixing
 
 

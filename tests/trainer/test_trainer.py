@@ -25,8 +25,6 @@ from torch.nn import functional as F
 
 import hookline
 from hookline import (
-    GenericTrainer,
-    HooksConfig,
     Trainer,
     TrainingError,
     get_trainer,
@@ -474,16 +472,6 @@ def test_get_trainer_has_its_data_and_its_configuration_as_keywords():
     assert trainer.step == 2
     with pytest.raises(hookline.ConfigError, match="Unknown tracker"):
         get_trainer("simple", model, batches(2), optimizer, name="small", trackers=["no such"])
-
-
-def test_hooks_come_from_a_configuration_by_class_path():
-    model, optimizer = make()
-    path = "user_hooks.Lifecycle"
-    hooks = HooksConfig(hook_classes=[path], hook_configs={path: {"threshold": 5.0}})
-    trainer = GenericTrainer(hooks, model, optimizer)
-    assert trainer.hook_manager.list_hooks() == ["lifecycle", "identity"]
-    assert trainer.hooks.get_hook("lifecycle").threshold == 5.0
-    assert trainer.config.debug is False
 
 
 def test_a_configuration_may_be_a_mapping_and_nothing_else_is_one():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from commands import run_hookline
+from commands import run_in_process
 from loops import Net, batches
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -337,11 +337,11 @@ def test_the_command_exits_with_0_or_1(tmp_path: Path) -> None:
     (project / "net.py").write_text(PROJECT)
     (project / "late.py").write_text("")
     (project / "train.yaml").write_text(CONFIG)
-    clean = run_hookline("verify", "train.yaml", "--steps", 8, cwd=project)
+    clean = run_in_process("verify", "train.yaml", "--steps", 8, cwd=project)
     assert clean.returncode == 0, clean.stderr
     assert clean.stderr == ""
     assert "resumed after step 6, the end of an epoch  ok " in clean.stdout
-    fault = run_hookline(
+    fault = run_in_process(
         "verify", "train.yaml", "hooks=[lr_monitor, net.Nudges]", "--json", cwd=project
     )
     assert fault.returncode == 1, fault.stderr

@@ -274,13 +274,7 @@ class _CheckpointFolder:
 
 
 def _find_folder(run: str, runs: Path | None) -> _CheckpointFolder:
-    """Return the folder of checkpoints that an argument gives.
-
-    Args:
-        run: The id of a run, or its beginning or end; or the folder of a run, of checkpoints, or
-            of one checkpoint.
-        runs: The folder of all runs; None for `runs`.
-    """
+    """Return the folder of checkpoints that an argument gives, in the folder of all runs."""
     from hookline.checkpoint.catalog import is_checkpoint, scan_checkpoints
     from hookline.runs.location import find_run
 

@@ -133,13 +133,7 @@ def _read_events(file: Path) -> list[dict[str, Any]]:
 
 
 def _report(events: list[dict[str, Any]], script_code: int, *, as_json: bool) -> int:
-    """Print what was found in all training runs of a script, and return the exit code.
-
-    Args:
-        events: the events `finding` and `lint` of its runs.
-        script_code: the script's exit code.
-        as_json: whether to print JSON.
-    """
+    """Print what was found in all training runs of a script, and return the exit code."""
     from hookline.hooks.lint.finding import describe_left_out
 
     found = [event for event in events if event["kind"] == "finding"]

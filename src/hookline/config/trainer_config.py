@@ -14,8 +14,6 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
-    StrictInt,
-    StrictStr,
     model_validator,
 )
 
@@ -24,7 +22,7 @@ from hookline.config.config_model import Config
 from hookline.dispatch import HookSettings
 from hookline.errors import ConfigError, nearest
 
-Order = Literal["sequential", "round_robin", "alternating", "weighted"]
+Order = Literal["sequential", "round_robin", "weighted"]
 Length = Literal["sum", "longest", "shortest"]
 OnExhausted = Literal["cycle", "drop"]
 Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -97,7 +95,6 @@ class MixConfig(Config):
 
     Args:
         order: which loader the next batch comes from.
-        pattern: for "alternating": loaders by name or number, repeated: `("web", "web", "code")`.
         weights: for "weighted": a positive number for each loader, by name or in the loaders'
             order; they need not add up to 1. The next batch comes from the loader that is furthest
             behind its weight, without random numbers. When a loader is dropped, the others go on by
@@ -117,28 +114,24 @@ class MixConfig(Config):
     model_config = ConfigDict(frozen=True)
 
     order: Order = "sequential"
-    pattern: list[StrictStr | StrictInt] | None = Field(
-        default=None, min_length=1, description="for alternating: loaders, repeated"
-    )
     weights: dict[str, Weight] | list[Weight] | None = Field(
         default=None, description="for weighted: a number for each loader"
     )
     length: Length | Annotated[int, Field(strict=True, gt=0, le=sys.maxsize)] = "sum"
     on_exhausted: OnExhausted = "cycle"
 
-    def __init__(self, /, order: Any = "sequential", pattern: Any = None, **data: Any) -> None:
-        super().__init__(order=order, pattern=pattern, **data)
+    def __init__(self, /, order: Any = "sequential", **data: Any) -> None:
+        super().__init__(order=order, **data)
 
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for name, order in (("pattern", "alternating"), ("weights", "weighted")):
-            if (getattr(self, name) is not None) != (self.order == order):
-                raise ValueError(
-                    f"order is '{self.order}'; expected {name} with order='{order}', and only with "
-                    f"it: MixConfig('{order}', {name}=…)."
-                )
+        if (self.weights is not None) != (self.order == "weighted"):
+            raise ValueError(
+                f"order is '{self.order}'; expected weights with order='weighted', and only with "
+                "it: MixConfig('weighted', weights=…)."
+            )
         return self
 
 

@@ -267,7 +267,7 @@ def _apply_settings(trainer: Trainer, state: dict[str, Any], before: Mapping[str
     state.get("classes", {})["schedulers"] = [type(s).__name__ for s in trainer.schedulers]
     for idx in range(min(len(trainer.optimizers), len(state["optimizers"]))):
         _apply_optimizer_settings(trainer, idx, state, saved_schedulers, before)
-    has_other_data = any(before.get(name, now[name]) != now[name] for name in ("data", "loaders"))
+    has_other_data = bool(_list_changes(before, now, ("data", "loaders")))
     for own in (state, *(state.get("ranks") or ())):
         own["position"] = position = dict(own["position"])
         if before.get("seed") != now["seed"]:

@@ -1,7 +1,7 @@
 """Loaders as one stream of batches: named, sharded over the processes, and mixed.
 
 `MixConfig` says which loader the next batch comes from (`order`; a *round* is one batch of each
-loader, one pattern, or with weights one batch), where the epoch ends (`length`), and whether a
+loader, or with weights one batch), where the epoch ends (`length`), and whether a
 loader that is exhausted before starts again (`on_exhausted`). "longest" are the fewest whole rounds
 that take each loader to its end, "shortest" the most whole rounds before any loader would start
 again. Every epoch starts every loader from its beginning, and is the same after every resume.
@@ -167,13 +167,6 @@ class Stream:
                 "`__len__`, or use on_exhausted='drop', length='longest', or a number of batches "
                 "as length."
             )
-        elif mixing.length == "shortest" and self.length() == 0:
-            raise ArgumentError(
-                f"length='shortest' leaves no batch for a {self._what} epoch: a loader has fewer "
-                "batches than one round of the pattern "
-                f"{show_value(tuple(mixing.pattern or ()))} takes from it. Use a shorter pattern, "
-                "length='longest', or a number of batches."
-            )
 
     def _no_batches(self, name: str) -> ArgumentError:
         return ArgumentError(
@@ -260,19 +253,19 @@ class Stream:
 
 
 class LoaderOrder:
-    """The order of several loaders: a pattern, or as evenly as weights allow.
+    """The order of several loaders: one batch of each in turn, or as evenly as weights allow.
 
     Each loader comes as often as its weight in a period, which is as long as their sum.
     """
 
-    def __init__(self, weights: Sequence[int], pattern: Sequence[int] = ()) -> None:
-        self._weights, self._pattern = weights, pattern
-        self.round_size = len(pattern) or 1
+    def __init__(self, weights: Sequence[int], *, in_turn: bool) -> None:
+        self._weights, self._in_turn = weights, in_turn
+        self._round_size = len(weights) if in_turn else 1
 
     def draw(self, dropped: Set[int] = frozenset()) -> Iterator[int]:
         """Yield loaders without end, apart from those that are dropped meanwhile."""
-        if self._pattern:
-            return (idx for idx in cycle(self._pattern) if idx not in dropped)
+        if self._in_turn:
+            return (idx for idx in cycle(range(len(self._weights))) if idx not in dropped)
         return self._draw_weighted(dropped)
 
     def _draw_weighted(self, dropped: Set[int]) -> Iterator[int]:
@@ -289,12 +282,12 @@ class LoaderOrder:
 
     def longest(self, lengths: Sequence[int]) -> int:
         """Return the batches in the fewest rounds that take each loader to its end."""
-        return -(-max(self._places_of(lengths)) // self.round_size) * self.round_size
+        return -(-max(self._places_of(lengths)) // self._round_size) * self._round_size
 
     def shortest(self, lengths: Sequence[int]) -> int:
         """Return the batches in the most rounds in which no loader starts again."""
         again = min(self._places_of([own + 1 for own in lengths]))
-        return (again - 1) // self.round_size * self.round_size
+        return (again - 1) // self._round_size * self._round_size
 
     def _places_of(self, numbers: Sequence[int]) -> list[int]:
         """Return as which batch the n-th of each loader comes; looks at one period at most."""
@@ -314,39 +307,26 @@ class LoaderOrder:
 
 def _make_order(mixing: MixConfig, names: list[str]) -> LoaderOrder | None:
     """Return the order of several loaders; None for one loader after the other."""
-    if mixing.weights is not None:
-        weights = mixing.weights
-        if not isinstance(weights, Mapping):
-            weights = {(names[i : i + 1] or [str(i)])[0]: w for i, w in enumerate(weights)}
-        _check_names("weights", weights, names)
-        order = LoaderOrder(_to_integers([weights[name] for name in names]))
-    elif mixing.pattern is not None:
-        in_range = range(len(names))
-        named = [
-            names[one] if isinstance(one, int) and one in in_range else str(one)
-            for one in mixing.pattern
-        ]
-        _check_names("pattern", named, names)
-        pattern = [names.index(name) for name in named]
-        order = LoaderOrder([pattern.count(idx) for idx in in_range], pattern)
-    else:
-        order = LoaderOrder([1] * len(names), range(len(names)))
-    return None if len(names) == 1 or mixing.order == "sequential" else order
-
-
-def _check_names(where: str, used: Iterable[str], names: list[str]) -> None:
-    for name in used:
+    weights = mixing.weights
+    if weights is None:
+        is_sequential = len(names) == 1 or mixing.order == "sequential"
+        return None if is_sequential else LoaderOrder([1] * len(names), in_turn=True)
+    if not isinstance(weights, Mapping):
+        weights = {(names[i : i + 1] or [str(i)])[0]: w for i, w in enumerate(weights)}
+    for name in weights:
         if name not in names:
             raise ArgumentError(
-                f"{where} names the loader {show_value(name)}; expected {listed(names)}."
+                f"weights names the loader {show_value(name)}; expected {listed(names)}."
                 f"{nearest(name, names)}"
             )
-    missing = [name for name in names if name not in used]
+    missing = [name for name in names if name not in weights]
     if missing:
         raise ArgumentError(
-            f"{where} has nothing for {listed(missing)}; expected every loader in it. Add what is "
+            f"weights has nothing for {listed(missing)}; expected every loader in it. Add what is "
             "missing, or do not pass that loader."
         )
+    order = LoaderOrder(_to_integers([weights[name] for name in names]), in_turn=False)
+    return None if len(names) == 1 else order
 
 
 def _to_integers(weights: list[float]) -> list[int]:

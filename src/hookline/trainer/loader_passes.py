@@ -77,22 +77,42 @@ def batch_size_of(loader: Any) -> int | None:
 
 
 class LoaderPasses:
-    """Passes over any object with `__iter__` in an epoch, also one that saves its own position."""
+    """Passes over any object with `__iter__` in an epoch, also one that saves its own position.
+
+    In an epoch that is resumed, they have placeholders instead of batches up to the checkpoint.
+    """
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader, self.name = loader, name
         self.draws_late = False  # whether a continued pass uses global random numbers as it goes
+        self.delivered = 0  # batches of the pass that had not ended at the checkpoint
+        self.rest: Iterator[Any] = iter(())  # the other batches of that pass
+        self._repeated: Iterator[int] | None = None  # lengths of passes before the checkpoint
         self._generators = generators_of([loader])
         self._start: dict[str, Any] | None = None  # the random states when the pass began
         self._ended: list[list[int]] = []  # of this epoch: length of passes, how many
 
     def start(self) -> Iterator[Any]:
-        """Start a pass."""
+        """Start a pass, or repeat one with placeholders."""
+        if self._repeated is None:
+            return self._start_pass()
+        length = next(self._repeated, None)
+        return self._continue() if length is None else repeat(None, length)
+
+    def _start_pass(self) -> Iterator[Any]:
         self._start = loader_random_state(self._generators)
         return iter(self.loader)
 
+    def _continue(self) -> Iterator[Any]:
+        while self._repeated is not None:
+            self.delivered += 1
+            yield None
+        yield from self.rest
+
     def end(self, length: int) -> None:
-        """End the pass, which had so many batches."""
+        """End the pass, which had so many batches; those that are repeated have ended before."""
+        if self._repeated is not None:
+            return
         self._start = None
         if self._ended and self._ended[-1][0] == length:
             self._ended[-1][1] += 1
@@ -103,10 +123,6 @@ class LoaderPasses:
         """End the epoch, also within a pass."""
         self._start = None
         self._ended = []
-
-    def ended_lengths(self) -> Iterator[int]:
-        """Iterate over the lengths of the passes that have ended."""
-        return chain.from_iterable(repeat(length, times) for length, times in self._ended)
 
     def ended_batches(self) -> int:
         """Return the number of batches in the passes that have ended."""
@@ -133,9 +149,14 @@ class LoaderPasses:
         own = {"loader": self.loader.state_dict()} if _saves_position(self.loader) else {}
         return {"start": self._start, **own}
 
-    def restore_ended(self, saved: Mapping[str, Any]) -> None:
-        """Restore the lengths of the passes that had ended."""
+    def repeat_ended(self, saved: Mapping[str, Any]) -> None:
+        """Repeat the passes that had ended with placeholders, until `reach_checkpoint`."""
         self._ended = [list(pair) for pair in saved["ended"]]
+        self._repeated = chain.from_iterable(repeat(length, n) for length, n in self._ended)
+
+    def reach_checkpoint(self) -> None:
+        """Give batches from now on."""
+        self._repeated = None
 
     def continue_pass(
         self, saved: Mapping[str, Any], delivered: int
@@ -150,7 +171,7 @@ class LoaderPasses:
             iterator = iter(self.loader)
             return lambda: iterator
         restore_loader_random_state(saved["start"], self._generators)
-        iterator = self.start()
+        iterator = self._start_pass()
         self._start = saved["start"]
         log.info("Loading %d batches of the train loader '%s' again.", delivered, self.name)
         _, self.draws_late = _repeat(iterator, delivered, f"the train loader '{self.name}'")
@@ -184,8 +205,7 @@ class DataLoaderPasses(LoaderPasses):
             workers: Any = loader._iterator
             workers._index_sampler = self._sampler
 
-    def start(self) -> Iterator[Any]:
-        """Start a pass."""
+    def _start_pass(self) -> Iterator[Any]:
         self._start = loader_random_state(self._generators)
         self._sampler.begin()
         if self._had_workers:  # the seed of new ones is not drawn from the run's random numbers

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, repeat
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,31 +118,31 @@ class DataPosition:
                 "Resume from a checkpoint at the end of an epoch."
             )
         loaders = saved["loaders"]
-        for passes, before in zip(self._passes, loaders, strict=True):
-            passes.restore_ended(before)
-        replayed = [_ReplayedPasses(passes) for passes in self._passes]
-        batches = stream.epoch(replayed)
+        several = list(zip(self._passes, loaders, strict=True))
+        for passes, before in several:
+            passes.repeat_ended(before)
+        batches = stream.epoch(self._passes)
         found = sum(1 for _ in islice(batches, self.batches))
-        for one, before in zip(replayed, loaders, strict=True):
-            one.is_replay = False
-            if one.delivered and before["pass"] is None:
-                found -= one.delivered
+        for passes, before in several:
+            passes.reach_checkpoint()
+            if before["pass"] is None:
+                found -= passes.delivered
         if found < self.batches:
             raise TrainingError(
                 f"The checkpoint was made after {self.batches} batches of epoch {self.epoch}, but "
                 f"the loaders have only {found}. Resume with the data of the run."
             )
-        within: dict[int, Callable[[], Iterator[Any]]] = {}
-        for idx, (passes, before) in enumerate(zip(self._passes, loaders, strict=True)):
+        within: list[tuple[LoaderPasses, Callable[[], Iterator[Any]]]] = []
+        for passes, before in several:
             if before["pass"] is not None:
-                within[idx] = passes.continue_pass(before["pass"], replayed[idx].delivered)
+                within.append((passes, passes.continue_pass(before["pass"], passes.delivered)))
             else:
                 passes.restore_workers(before["has_workers"])
         self._restore_random_states(saved)
-        for idx, start in within.items():
-            replayed[idx].rest = start()
+        for passes, start in within:
+            passes.rest = start()
         restore_random_state(saved["now"], self._device)
-        self._log_differences(loaders, [one.delivered for one in replayed])
+        self._log_differences(loaders)
         return batches
 
     def _restore_random_states(self, saved: Mapping[str, Any]) -> None:
@@ -150,17 +150,13 @@ class DataPosition:
             set_generator_state(generator, state)
         restore_random_state(saved["now"], self._device)
 
-    def _log_differences(
-        self, loaders: Sequence[Mapping[str, Any]], delivered: Sequence[int]
-    ) -> None:
+    def _log_differences(self, loaders: Sequence[Mapping[str, Any]]) -> None:
         """Warn about what may differ from an uninterrupted run."""
-        several = list(zip(self._passes, loaders, delivered, strict=True))
-        restarted = [
-            passes.name
-            for passes, before, n in several
-            if getattr(passes.loader, "num_workers", 0)
-            and (before["has_workers"] or (before["pass"] and n != length_of(passes.loader)))
-        ]
+        restarted: list[str] = []
+        for passes, before in zip(self._passes, loaders, strict=True):
+            is_within = before["pass"] and passes.delivered != length_of(passes.loader)
+            if getattr(passes.loader, "num_workers", 0) and (before["has_workers"] or is_within):
+                restarted.append(passes.name)
         if restarted:
             log.warning(
                 "Random numbers that datasets draw in worker processes are not restored, only the "
@@ -201,39 +197,6 @@ class DataPosition:
             for generator, saved in zip(val_generators, state["val_generators"], strict=True):
                 set_generator_state(generator, saved)
         restore_random_state(state["now"], device)
-
-
-class _ReplayedPasses:
-    """The passes over a loader in an epoch that is resumed: placeholders up to the checkpoint.
-
-    Attributes:
-        is_replay: whether the checkpoint has not been reached.
-        delivered: how many batches the pass gave that had not ended at the checkpoint.
-        rest: the other batches of that pass.
-    """
-
-    def __init__(self, passes: LoaderPasses) -> None:
-        self.is_replay, self.delivered = True, 0
-        self.rest: Iterator[Any] = iter(())
-        self._passes, self._lengths = passes, passes.ended_lengths()
-
-    def start(self) -> Iterator[Any]:
-        """Start a pass, or repeat one with placeholders."""
-        if not self.is_replay:
-            return self._passes.start()
-        length = next(self._lengths, None)
-        return self._continue() if length is None else repeat(None, length)
-
-    def _continue(self) -> Iterator[Any]:
-        while self.is_replay:
-            self.delivered += 1
-            yield None
-        yield from self.rest
-
-    def end(self, length: int) -> None:
-        """End a pass; those that are repeated have ended before."""
-        if not self.is_replay:
-            self._passes.end(length)
 
 
 # -- comparing a saved position with the loaders, before anything is restored ----------------------

@@ -956,7 +956,9 @@ class Trainer:
             due = [optimizer for _, optimizer in plan.due]
             strategy.end_step(o for o in self.optimizers if o not in due)
         if plan.clips:
-            self._combine_norms()
+            if len(self._norms) > 1:  # of several optimizers: the norm of all gradients
+                context.clipped_norm = torch.linalg.vector_norm(torch.stack(self._norms))
+            self._norms.clear()
         if multi_rank or requests.pending:
             requests.skips.clear()
         if not context.skipped:
@@ -969,12 +971,6 @@ class Trainer:
         self._norms.append(norm)
         if self._dispatchers.on_gradient_clip is not None:
             self._dispatchers.on_gradient_clip(context)
-
-    def _combine_norms(self) -> None:
-        """Combine the norms of the optimizers' gradients into the norm of all gradients."""
-        if len(self._norms) > 1:
-            self.loop.context.clipped_norm = torch.linalg.vector_norm(torch.stack(self._norms))
-        self._norms.clear()
 
     def _skip_reason(self, idx: int) -> str:
         """Return why this optimizer does not step, on any rank; "" if it does."""

@@ -34,7 +34,7 @@ class Fact(NamedTuple):
     """One thing that training did in a step.
 
     Attributes:
-        kind: "batch", "random", "module", "gradient", "loss" or "weight".
+        kind: "batch", "random", "module", "loss" or "weight".
         name: of the loader, module, parameter or buffer.
         value: a digest, or several; of a module its class, its inputs and its outputs.
     """
@@ -51,7 +51,7 @@ class Recording:
     Attributes:
         first_step: completed steps when it began.
         last_step: the last step that has ended.
-        facts: by step; calls of modules and gradients only if they are traced.
+        facts: by step; calls of modules only if they are traced.
         final: the state of the trainer and its model at the end, by dotted path.
         checkpoint: where it was interrupted.
         error: the error that ended it.
@@ -73,7 +73,7 @@ class Interruption(KeyboardInterrupt):
 class RecordingHook(Hook):
     """Records a training run, and interrupts it after a checkpoint at the step `interrupt_at`.
 
-    With `traces` it also records calls of modules, and gradients. `on_step` gets each step.
+    With `traces` it also records calls of modules. `on_step` gets each step.
     """
 
     critical = True
@@ -105,14 +105,6 @@ class RecordingHook(Hook):
         self._step = step + 1
         self._add("batch", dataloader_name, (batch_idx, _digest_value(batch)))
         self._add("random", "", _digest_value(random_state(trainer.device)))
-
-    def on_gradients_ready(self, model: torch.nn.Module) -> None:
-        """Record the gradients before anything changes them."""
-        self._add_gradients(model, "before updates")
-
-    def on_before_optimizer_step(self, model: torch.nn.Module) -> None:
-        """Record the gradients that the optimizer uses."""
-        self._add_gradients(model, "after updates")
 
     def on_step_end(self, trainer: Any, model: torch.nn.Module, step: int, loss: float) -> None:
         """Record the loss and the weights, and save the checkpoint to resume from."""
@@ -149,11 +141,6 @@ class RecordingHook(Hook):
                 self._add("module", name, (module_class(module).__name__, inputs, outputs))
 
         return record
-
-    def _add_gradients(self, model: torch.nn.Module, moment: str) -> None:
-        for name, parameter in model.named_parameters() if self._traces else ():
-            if parameter.grad is not None:
-                self._add("gradient", name, (moment, _digest_tensor(parameter.grad)))
 
 
 def _tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

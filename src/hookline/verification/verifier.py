@@ -302,7 +302,7 @@ class _Verification:
 
 
 def _find_in_model(difference: Difference | None) -> Culprit:
-    """Return what differs first in two runs whose modules and gradients were traced."""
+    """Return what differs first in two runs whose modules were traced."""
     if difference is None:
         return Culprit("unknown", "", _NOT_AGAIN)
     step, fact, other, text = difference
@@ -316,12 +316,8 @@ def _find_in_model(difference: Difference | None) -> Culprit:
         owner = fact.name.rpartition(".")[0] or "the model's forward"
         reason = f"it calls '{fact.name or kind}' with another input in step {step}"
         return Culprit("module", owner, reason)
-    if fact.kind == "gradient":
-        moment = fact.value[0]
-        reason = f"its gradient {moment} differs in step {step}, from the same outputs"
-        return Culprit("parameter", fact.name, reason)
     if fact.kind == "weight":
-        reason = f"it differs after step {step} with the same gradients"
+        reason = f"it differs after step {step}, in which all modules return the same"
         return Culprit("parameter", fact.name, reason)
     if fact.kind == "loss":
         return Culprit("unknown", "", "All modules return the same in both runs.")
