@@ -165,5 +165,9 @@ def test_without_locks_a_run_is_written_with_a_warning(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
-    Run.create(tmp_path, config={}, seed=0, hooks=[]).close()
+    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     assert "cannot be locked ([Errno 37] No locks available)" in caplog.text
+    with pytest.raises(RunError, match="already open for writing in this process"):
+        Run.open(run.path, resume=True)
+    run.close()
+    Run.open(run.path, resume=True).close()

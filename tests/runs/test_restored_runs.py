@@ -110,19 +110,6 @@ def test_changed_hyperparameters_win_and_all_else_is_restored(
     ]
 
 
-def test_a_learning_rate_that_a_hook_has_set_stays_if_the_setting_is_the_same(
-    tmp_path: Path,
-) -> None:
-    class Halve(hookline.Hook):
-        def on_step_end(self, optimizer: Any, step: int) -> None:
-            if step == 2:
-                optimizer.param_groups[0]["lr"] /= 2
-
-    parent = make(tmp_path, Halve(), Saves(4)).fit(shuffled())
-    fork = make(tmp_path).fit(shuffled(), fork_from=parent.run.path)
-    assert lr_of(fork) == 0.005
-
-
 SCHEDULES: dict[str, Any] = {
     "step": lambda o: StepLR(o, 2, 0.5),
     "cosine": lambda o: CosineAnnealingLR(o, 12),
@@ -243,22 +230,6 @@ def test_a_changed_seed_gives_other_random_numbers_from_the_same_state(tmp_path:
     assert same(results[1], results[2])
     assert not same(results[0], results[1])
     assert not same(results[1], results[3])
-
-
-def test_a_hook_that_the_new_settings_enable_is_enabled(tmp_path: Path) -> None:
-    class Watch(hookline.Hook):
-        calls = 0
-
-        def on_step_end(self) -> None:
-            type(self).calls += 1
-
-    parent = make(tmp_path, Saves(4))
-    parent.add_hook(Watch(), name="watch", enabled=False)
-    parent.fit(shuffled())
-    fork = make(tmp_path, Saves(4))
-    fork.add_hook(Watch(), name="watch", every=2)
-    fork.fit(shuffled(), fork_from=parent.run.path)
-    assert Watch.calls == 4
 
 
 def test_a_fork_removes_no_checkpoint_of_its_parent(tmp_path: Path) -> None:

@@ -238,9 +238,7 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
         if git.get("dirty") is not None:
             which = "differed from" if git["dirty"] else "were as in"
             changes = f"Tracked files {which} the commit"
-        untracked: Any = git.get("untracked")
-        more = f" {untracked} files or folders were not tracked." if untracked else ""
-        rows.append(("Working tree", f"{changes}.{more}"))
+        rows.append(("Working tree", f"{changes}."))
     else:
         rows.append(("Commit", f"Unknown: {git.get('problem') or 'not recorded'}"))
     if parent := as_dict(manifest.get("parent")):

@@ -22,13 +22,15 @@ from hookline.files import open_handle
 from hookline.interrupts import AllowedInterrupts
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonl_file import WriteRefusedError
-from hookline.runs.manifest import inspect_run_manifest
+from hookline.runs.manifest import inspect_run_manifest, last_write_time
 
 log = logging.getLogger("hookline")
 
 LOCK = "writer.lock"
 WAIT_SECONDS = 90.0
 """How long a lock is waited for whose holder may be dead: a worker or a file server may keep it."""
+
+_SILENT_SECONDS = 300.0  # without locks: then a run is not written any more
 
 _held: WeakSet[RunLock] = WeakSet()
 
@@ -102,7 +104,7 @@ def is_locked(folder: Path) -> bool:
     except BlockingIOError:
         return True
     except OSError:  # not supported by the file system
-        return False
+        return _was_written_recently(folder)
     finally:
         os.close(handle)
     return False
@@ -113,8 +115,7 @@ def _lock(handle: int, folder: Path) -> None:
     begun = time.monotonic()
     has_warned = False
     while not _try_lock(handle, folder):
-        newest = (inspect_run_manifest(folder)[0].get("attempts") or [{}])[-1]
-        holder = newest if newest.get("ended") is None else {}  # else it has not written it yet
+        holder = _read_holder(folder)
         waited = time.monotonic() - begun
         if is_process_alive(holder) or waited > WAIT_SECONDS:
             raise RunError(_describe_holder(folder, holder))
@@ -131,8 +132,21 @@ def _try_lock(handle: int, folder: Path) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:  # not supported by the file system
+        holder = _read_holder(folder)
+        if holder and is_process_alive(holder) is not False and _was_written_recently(folder):
+            raise RunError(_describe_holder(folder, holder)) from error
         log.warning("%s cannot be locked (%s). Start no second process for it.", folder, error)
     return True
+
+
+def _was_written_recently(folder: Path) -> bool:
+    return time.time() - (last_write_time(folder) or 0.0) < _SILENT_SECONDS
+
+
+def _read_holder(folder: Path) -> Mapping[str, Any]:
+    """Return the attempt that has not ended; empty if its process has not written that yet."""
+    newest = (inspect_run_manifest(folder)[0].get("attempts") or [{}])[-1]
+    return newest if newest.get("ended") is None else {}
 
 
 def _describe_holder(folder: Path, holder: Mapping[str, Any]) -> str:
