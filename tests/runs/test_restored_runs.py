@@ -64,27 +64,6 @@ def lr_of(trainer: Trainer) -> float:
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("at", [4, 6, 12], ids=["mid-epoch", "end of epoch", "end of training"])
-def test_more_epochs_for_a_run_are_those_of_a_longer_run(tmp_path: Path, at: int) -> None:
-    cosine = lambda optimizer: CosineAnnealingLR(optimizer, 30)  # noqa: E731
-    whole = make(tmp_path, Saves(4), scheduler=cosine, max_epochs=4).fit(shuffled())
-    short = make(tmp_path, Saves(at), scheduler=cosine).fit(shuffled())
-    fork = make(tmp_path, Saves(at), scheduler=cosine, max_epochs=4)
-    fork.fit(shuffled(), fork_from=short.run.path)
-
-    assert same(weights(whole.model), weights(fork.model))
-    assert fork.step == 24
-    assert fork.run.id != short.run.id
-    assert fork.run.manifest["parent"] == {
-        "run_id": short.run.id,
-        "checkpoint": f"step_{at:06d}",
-        "step": at,
-    }
-    steps = hookline.open_run(fork.run.path).metrics("train/loss")
-    assert [row["step"] for row in steps] == list(range(at + 1, 25))
-    assert hookline.open_run(short.run.path).overview()["steps"] == 12
-
-
 def test_changed_hyperparameters_win_and_all_else_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
