@@ -234,32 +234,6 @@ def test_check_finds_silent_bugs_that_a_batch_shows(project: Path) -> None:
 HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
 
 
-def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
-    done = run_hookline("check", "train.yaml", HOOK, cwd=project)
-    assert done.returncode == 1
-    said = "command line: hooks.1: EarlyStopping monitors the metric 'val/los'"
-    assert said in done.stderr
-    assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
-    late = "hooks.1={name: model_checkpoint, every_n_steps: 2, filename: '{train/acc}'}"
-    assert "the metric 'train/acc', which is missing" in (
-        run_hookline("check", "train.yaml", late, cwd=project).stderr
-    )
-
-
-def test_check_knows_that_a_step_of_ones_own_may_give_a_metric_later(project: Path) -> None:
-    own = """
-def step(model, batch):
-    return {"loss": nn.functional.mse_loss(model(batch[0]), batch[1])}
-"""
-    (project / "net.py").write_text(PROJECT + own)
-    later = "hooks.1={name: early_stopping, monitor: val/f1}"
-    done = run_hookline("check", "train.yaml", "step_fn=net.step", later, cwd=project)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (
-        run_hookline("check", "train.yaml", "step_fn=net.step", HOOK, cwd=project).returncode == 1
-    )
-
-
 def test_with_debug_a_mistake_that_ends_training_has_its_traceback(project: Path) -> None:
     done = run_hookline("--debug", "train", "train.yaml", HOOK, cwd=project)
     assert done.returncode == 1
