@@ -157,10 +157,10 @@ def test_a_dead_holder_on_another_machine_is_waited_for(
 def test_without_locks_a_run_is_written_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock, "_flock", refuse)
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     assert "cannot be locked ([Errno 37] No locks available)" in caplog.text
     with pytest.raises(RunError, match="already open for writing in this process"):

@@ -6,7 +6,6 @@ systems (some take a minute to notice that a machine is gone).
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -100,10 +99,10 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _flock(handle, exclusive=False)
     except BlockingIOError:
         return True
-    except OSError:  # not supported by the file system
+    except (OSError, ImportError):  # not supported by the file system, or by Windows
         return _was_written_recently(folder)
     finally:
         os.close(handle)
@@ -128,7 +127,7 @@ def _lock(handle: int, folder: Path) -> None:
 
 def _try_lock(handle: int, folder: Path) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(handle, exclusive=True)
     except BlockingIOError:
         return False
     except OSError as error:  # not supported by the file system
@@ -137,6 +136,12 @@ def _try_lock(handle: int, folder: Path) -> bool:
             raise RunError(_describe_holder(folder, holder)) from error
         log.warning("%s cannot be locked (%s). Start no second process for it.", folder, error)
     return True
+
+
+def _flock(handle: int, *, exclusive: bool) -> None:
+    import fcntl  # Windows has none, where runs can be read
+
+    fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
 
 
 def _was_written_recently(folder: Path) -> bool:
