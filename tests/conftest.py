@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import time
 import weakref
 from collections.abc import Iterator
 from functools import cache
@@ -99,15 +98,15 @@ _read_state = environment._read_state
 
 @cache
 def _read_own_state() -> dict[str, Any]:
-    return _read_state(ROOT, time.monotonic() + 60)
+    return _read_state(ROOT)
 
 
 @pytest.fixture(autouse=True)
 def _read_git_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask git for the state of this repository once: each of thousands of runs would."""
 
-    def read_state(folder: Path, deadline: float) -> dict[str, Any]:
-        return dict(_read_own_state()) if folder == ROOT else _read_state(folder, deadline)
+    def read_state(folder: Path) -> dict[str, Any]:
+        return dict(_read_own_state()) if folder == ROOT else _read_state(folder)
 
     monkeypatch.setattr(environment, "_read_state", read_state)
 

@@ -36,7 +36,6 @@ from hookline.printable import (
     printable_lines,
     printable_message,
 )
-from hookline.probes import DebugProbe
 from hookline.runs import Run, open_run
 from hookline.text_tables import format_table, join_some
 from hookline.trainer.progress import BarProgress, PlainProgress
@@ -333,21 +332,6 @@ def test_errors_are_clean(key: str, i: int) -> None:
 
 
 @pytest.mark.parametrize("key", MIXED)
-def test_probes_are_shown_clean(key: str) -> None:
-    name = MIXED[key].replace(".", "")
-    model = nn.Sequential()
-    model.add_module(name, nn.Linear(1, 1))
-    with hookline.probe(model, [name]) as results, DebugProbe("*", "dead").attach(model) as debug:
-        with logged() as log:
-            (model(torch.zeros(1)) * 0).sum().backward()
-        assert_clean(log.getvalue())
-        with pytest.raises(KeyError) as error:
-            results[f"x{name}"]
-        assert_clean(str(error.value))
-    del debug
-
-
-@pytest.mark.parametrize("key", MIXED)
 def test_progress_is_clean(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     stream, name = io.StringIO(), MIXED[key]
     for display in (
@@ -443,8 +427,3 @@ def test_only_own_lines_are_lines_of_a_message() -> None:
     assert str(pickle.loads(pickle.dumps(HooklineError(own)))) == own
     assert message_lines("All:", own, "last") == f"All:\n  Problems:{own[9:]}\n  last"
     assert message_lines(*range(500)).endswith("\n  199\n  … and 300 more lines")
-
-
-def test_the_stored_values_are_not_changed(folder: Folder) -> None:
-    assert open_run(folder.run).manifest["name"] == folder.name.encode(errors="replace").decode()
-    assert len(open_run(folder.run).checkpoints()) == 2

@@ -120,7 +120,9 @@ _TOKEN = re.compile(  # of well-known services: they are recognised by how they 
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
     r")(?![A-Za-z0-9])"
 )
-_CONNECTION_STRING = re.compile(r"(?i)\b((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]+;")
+_CONNECTION_STRING = re.compile(
+    r"(?i)\b((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]{1,200};"
+)
 
 
 def mask_text(text: str) -> str:

@@ -194,13 +194,13 @@ def test_versions_and_code_that_differ_are_told(tmp_path: Path) -> None:
     del manifest["packages"]["pytest"]
     manifest["versions"]["python"] = "2.7"
     manifest["devices"]["threads"] = 99
-    manifest["git"] = {"commit": "0123456789abcdef", "dirty": True, "diff_sha256": "ab"}
+    manifest["git"] = {"commit": "0123456789abcdef", "dirty": True}
     manifest["config"]["seed"] = True  # which Python takes for 1
     (other.path / "manifest.json").write_text(json.dumps(manifest))
     found = diff_runs(open_run(one.path), open_run(other.path))
     assert found["versions"].keys() == {"numpy", "pytest", "python", "devices.threads"}
     assert found["versions"]["pytest"] == [pytest.__version__, None]
-    assert found["code"] == {"dirty": [None, True], "diff_sha256": [None, "ab"]}
+    assert found["code"] == {"dirty": [None, True]}
     assert found["config"] == {"seed": [1, True]}
 
 

@@ -109,23 +109,6 @@ def test_a_configuration_without_hooks_is_an_empty_registry(config):
     assert HookRegistry(config).list_hooks() == []
 
 
-def test_it_takes_what_a_manager_takes():
-    settings = hookline.HookSettings(max_failures=1)
-    changes = []
-    registry = HookRegistry(
-        CONFIG,
-        hooks=[hookline.Hook("mine")],
-        source="a source",
-        settings=settings,
-        on_change=lambda: changes.append(1),
-    )
-    assert isinstance(registry, hookline.HookManager)
-    assert registry.list_hooks()[0] == "mine"
-    assert registry.settings is settings
-    assert registry.source == "a source"
-    assert len(changes) == 8
-
-
 def test_the_settings_of_a_hooks_config_are_used_unless_others_are_given():
     config = HooksConfig(continue_on_hook_error=False)
     assert HookRegistry(config).settings.isolate is False
@@ -294,42 +277,6 @@ def test_a_forward_hook_gets_detached_activations_and_may_not_change_them():
     registry.add_hook(spoil, kind="forward")
     with pytest.raises(hookline.ObserverError, match="changed the activations in place"):
         registry.call_forward_hooks(activations)
-
-
-def test_forward_hooks_get_what_they_ask_for_besides():
-    seen = []
-
-    def look(activations, step, model):
-        seen.append((step, model))
-
-    class Source:
-        model = "the source's"
-
-    registry = HookRegistry(source=Source())
-    registry.add_hook(look, kind="forward")
-    registry.call_forward_hooks(torch.ones(2), step=5)
-    assert seen == [(5, "the source's")]
-    with pytest.raises(hookline.NotProvidedError, match="without 'step'"):
-        registry.call_forward_hooks(torch.ones(2))
-    with pytest.raises(hookline.UnknownEventError, match="no argument 'stepp'"):
-        registry.call_forward_hooks(torch.ones(2), stepp=1)
-
-
-def test_an_update_may_leave_out_gradients_or_put_them_into_the_mapping():
-    def one(gradients):
-        return {"a": gradients["a"] * 2}
-
-    def other(gradients):
-        gradients["b"] = gradients["b"] * 5
-
-    def drops(gradients):
-        del gradients["a"]
-
-    registry = HookRegistry()
-    for function in (one, drops, other):
-        registry.add_hook(function, kind="update")
-    result = registry.call_update_hooks({"a": torch.ones(1), "b": torch.ones(1)})
-    assert (result["a"].item(), result["b"].item()) == (2.0, 5.0)
 
 
 @pytest.mark.parametrize(

@@ -765,12 +765,6 @@ def test_the_hash_of_another_training_is_another(project: Path, setting: str) ->
     assert load(project, setting).config_hash != load(project).config_hash
 
 
-def test_steps_alone_are_another_training_than_steps_within_an_epoch(project: Path) -> None:
-    alone = load(project, "trainer.max_steps=5")
-    within = load(project, "trainer.max_steps=5", "trainer.max_epochs=1")
-    assert alone.config_hash != within.config_hash
-
-
 def test_the_record_of_a_run_has_the_whole_configuration_and_its_hash(project: Path) -> None:
     runs = project / "runs"
     training = load(project, f"trainer.runs={runs}", "seed=2", "hooks=[lr_monitor]")
@@ -837,13 +831,6 @@ def test_a_function_may_return_loaders_beside_the_trainer(script: str) -> None:
     assert load_python(f"{script}:with_loaders").fit().step == 3
     trainer = load_python(f"{script}:with_loaders", "val=true").fit()
     assert trainer.validates
-
-
-def test_a_function_of_a_module_is_found_from_the_folder(
-    script: str, project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project)
-    assert load_python("script:make_trainer").fit().step == 2
 
 
 @pytest.mark.parametrize(
@@ -965,15 +952,6 @@ def test_a_scheduler_without_the_validation_that_it_needs_is_an_error(project: P
     with pytest.raises(hookline.TrainingError, match="ReduceLROnPlateau needs the metric 'val/lo"):
         dry_run(load(project, scheduler))
     assert dry_run(load(project, scheduler, "data.val=net.batches"))["schedulers"]
-
-
-def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:
-    options = ["{monitor: train/loss, check_on_train_epoch_end: true}", "{strict: false}"]
-    for option in options:
-        hook = f"{{name: early_stopping, init_args: {option}}}"
-        assert dry_run(load(project, f"hooks=[{hook}]"))["val"] is None
-    validated = load(project, "data.val=net.batches", "hooks=[early_stopping]")
-    assert dry_run(validated)["val"] is not None
 
 
 # -- name, tags, hparams --------------------------------------------------------------------------

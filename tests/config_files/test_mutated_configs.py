@@ -215,7 +215,7 @@ def _write(file: Path, tree: Any) -> Path:
 
 
 @pytest.mark.slow
-@settled(1700)
+@settled(700)
 @given(tree=mutated())
 def test_a_mutated_configuration_is_an_error_or_a_trainer(
     project: Path, tree: dict[str, Any]

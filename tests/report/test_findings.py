@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -63,27 +62,6 @@ def test_a_run_without_findings_stays_green_and_says_which_checks_were_made(tmp_
     assert describe_status(facts) == ["good", "completed"]
     data = make_report(train(tmp_path, zeroes=True)).html
     assert "checks, no finding." in data
-
-
-def test_warnings_leave_the_badge_and_repeated_findings_are_one(
-    wrong: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "manifest.json").write_bytes((wrong / "manifest.json").read_bytes())
-    (copy / "metrics.jsonl").write_bytes((wrong / "metrics.jsonl").read_bytes())
-    lines = []
-    for line in (wrong / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
-        if event["kind"] == "finding":
-            event["severity"] = "warning"
-            lines.append(json.dumps({**event, "step": 99}))  # as of another attempt
-            event["step"] = "?"
-        lines.append(json.dumps(event))
-    (copy / "events.jsonl").write_text("\n".join(lines) + "\n")
-    facts = facts_of(copy)
-    assert [one["step"] for one in facts["lint"]["findings"]] == [99]
-    assert describe_status(facts) == ["good", "completed"]
 
 
 def test_a_run_without_lint_has_no_findings(tmp_path: Path, browser: Any) -> None:  # noqa: F811

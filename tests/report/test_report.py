@@ -292,49 +292,6 @@ def test_a_loss_spike_is_marked_on_the_curve_and_explained(run: Path, browser: A
     assert browser.get_log("browser") == []
 
 
-def test_the_page_prints_light_and_as_wide_as_paper(run: Path, browser: Any) -> None:
-    open_page(browser, run)
-    browser.execute_script("document.documentElement.dataset.theme = 'dark'")
-    browser.execute_script("window.dispatchEvent(new Event('beforeprint'))")
-    widths = browser.execute_script(
-        "return [...document.querySelectorAll('.chart .main-svg')].map(c => c.clientWidth)"
-    )
-    assert len(widths) > 6
-    assert max(widths) <= 700
-    root = "return [document.documentElement.dataset.theme, document.querySelectorAll('%s').length]"
-    assert browser.execute_script(root % "details:not([open])") == ["light", 0]
-    browser.execute_script("window.dispatchEvent(new Event('afterprint'))")
-    theme, open_details = browser.execute_script(root % "details[open]")
-    assert (theme, open_details) == ("dark", 0)
-    assert len(browser.print_page()) > 100_000  # a PDF with charts, as base64
-    assert browser.get_log("browser") == []
-
-
-def test_runs_of_the_same_name_are_told_apart(run: Path, browser: Any, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    (other / "metrics.jsonl").write_text(
-        "".join(
-            json.dumps(
-                {"v": 1, "step": i, "time": 1.7e9 + i, "name": n, "kind": "scalar", "value": i}
-            )
-            + "\n"
-            for i in range(5)
-            for n in ("train/loss", "only/here")
-        )
-    )
-    open_page(browser, run, other)
-    titles = browser.execute_script(
-        "return [...document.querySelectorAll('#top h3')].map(h => h.textContent)"
-    )
-    assert len(titles) == len({*titles}) == 2
-    names = "return document.querySelector('#curves .chart').data.map(t => t.name)"
-    losses = [name for name in browser.execute_script(names) if "train/loss" in str(name)]
-    assert len(losses) == len({*losses}) == 2
-    assert browser.execute_script("return document.querySelectorAll('#differences tr').length") > 2
-    assert browser.get_log("browser") == []
-
-
 def test_control_characters_of_names_and_texts_are_escaped_once_in_the_page(tmp_path: Path) -> None:
     run = hookline.runs.Run.create(tmp_path, config={}, seed=0, hooks=[])
     run.log(1, 0, "n\u202em", 1.0)

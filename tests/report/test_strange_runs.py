@@ -236,44 +236,6 @@ def test_a_run_has_the_models_order_for_its_gradients(tmp_path: Path) -> None:
     assert [name for name, _ in norms["series"]] == ["0.weight", "0.bias", "1.weight", "1.bias"]
 
 
-def test_what_is_not_known_of_a_run_is_not_said(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a", git={"commit": None, "problem": "git is not installed"})
-    assert "an unknown number of steps" in describe(run)[1]
-    assert "loss spike" not in describe(run)[1]  # no hook looked for any
-    (data,) = shown_data(make_report(run))["runs"]
-    assert ["Commit", "Unknown: git is not installed"] in data["manifest"]
-    git = {"commit": "ab", "dirty": False, "untracked": 3}
-    hooks = [{"name": "spikes", "class": "hookline.LossSpikeDetector"}]
-    run = write_run(tmp_path / "b", [], [event("end", step=7)], git=git, hooks=hooks)
-    assert "7 steps" in describe(run)[1]
-    assert "No loss spike, skipped step" in describe(run)[1]
-    (data,) = shown_data(make_report(run))["runs"]
-    tree = "Tracked files were as in the commit. 3 files or folders were not tracked."
-    assert ["Working tree", tree] in data["manifest"]
-
-
-def test_the_end_of_an_earlier_attempt_is_not_that_of_the_run(tmp_path: Path) -> None:
-    attempt = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:00:10+00:00"}
-    hooks = {"hooks": [{"name": "slow", "share": 0.5, "seconds": 1.0}]}
-    events = [event("start", step=0), event("end", step=5, reason="an hour is over", hooks=hooks)]
-    events.append(event("start", step=5))
-    metrics = [scalar(i, "train/loss", 1.0) for i in range(10)]
-    run = write_run(tmp_path / "run", metrics, events, attempts=[attempt, attempt], status="lost")
-    text = describe(run)[1]
-    assert "an hour is over" not in text
-    assert "Hooks took about 50.00% of the last attempt that ended" in text
-
-
-def test_steps_before_a_checkpoint_that_was_loaded_are_not_counted_as_trained(
-    tmp_path: Path,
-) -> None:
-    attempt = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:00:10+00:00"}
-    events = [event("start", step=0), event("resumed", step=1000), event("end", step=1010)]
-    metrics = [scalar(i, "train/loss", 1.0) for i in range(1001, 1011)]
-    run = write_run(tmp_path / "run", metrics, events, attempts=[attempt])
-    assert make_report(run).facts["runs"][0]["steps_per_second"] is None
-
-
 def test_facts_are_right_for_runs_that_are_not_usual(tmp_path: Path) -> None:
     attempt = {"started": "2026-11-01T00:00:00+00:00", "ended": "2026-11-01T00:00:10+00:00"}
     folder = write_run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -63,42 +62,9 @@ def test_a_clean_repository_has_commit_and_branch_and_no_diff(repository: Path) 
         "commit": git(repository, "rev-parse", "HEAD"),
         "branch": "main",
         "dirty": False,
-        "diff_sha256": None,
-        "untracked": 0,
         "folder": str(repository),
         "problem": None,
     }
-
-
-def test_changed_files_make_it_dirty_and_the_hash_tells_changes_apart(repository: Path) -> None:
-    hashes = []
-    for text in ("lr = 0.2\n", "lr = 0.3\n", "lr = 0.2\n"):
-        (repository / "train.py").write_text(text)
-        facts = read_git_state(repository)
-        assert facts["dirty"] is True
-        hashes.append(facts["diff_sha256"])
-    git(repository, "add", ".")  # staged or not is the same
-    hashes.append(read_git_state(repository)["diff_sha256"])
-    assert hashes[0] == hashes[2] == hashes[3] != hashes[1]
-    assert len(hashes[0]) == 64
-
-
-def test_the_hash_of_the_diff_does_not_depend_on_how_the_user_likes_diffs(
-    repository: Path,
-) -> None:
-    (repository / "train.py").write_text("lr = 0.2\n")
-    before = read_git_state(repository)["diff_sha256"]
-    settings = {
-        "diff.noprefix": "true",
-        "color.ui": "always",
-        "diff.context": "0",
-        "diff.algorithm": "patience",
-        "diff.external": "false",
-        "diff.mnemonicPrefix": "true",
-    }
-    for name, value in settings.items():
-        git(repository, "config", name, value)
-    assert read_git_state(repository)["diff_sha256"] == before
 
 
 def test_a_folder_within_a_repository_a_detached_head_and_a_git_hook(
@@ -157,8 +123,6 @@ def test_the_commit_is_that_of_the_program_and_else_of_the_working_folder(
 
     assert said(repository / "train.py", cwd=tmp_path) == [commit, str(repository)]
     assert said(tmp_path / "loose.py", cwd=repository) == [commit, str(repository)]
-    assert said("-c", WRITES, cwd=repository) == [commit, str(repository)]
-    assert said(tmp_path / "loose.py", cwd=tmp_path) == ["None", str(tmp_path)]
 
 
 # -- configuration --------------------------------------------------------------------------------
@@ -262,10 +226,6 @@ def trainer(runs: Path | None, *hooks: hookline.Hook, **options: Any) -> hooklin
     return hookline.Trainer(config, *make(), loss_fn=F.mse_loss, hooks=hooks)
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.getMessage().startswith("Run ")]
-
-
 @pytest.mark.parametrize("error", [OSError("no report"), KeyboardInterrupt()])
 def test_a_critical_failure_at_the_end_of_training_is_how_the_run_ended(
     tmp_path: Path, error: BaseException
@@ -360,12 +320,9 @@ def test_the_manifest_says_what_a_training_from_python_consists_of(tmp_path: Pat
     assert training["hparams"] == {"width": 2, "api_key": "***"}
     assert (run.manifest["name"], run.manifest["tags"]) == ("base", ["a", "b"])
     assert (run.overview()["name"], run.overview()["tags"]) == ("base", ["a", "b"])
-    for line in (
-        *("name        base", "tags        a, b", "model       Sequential, 11 parameters"),
-        *("optimizer   SGD, lr 0.1, 0.5", "scheduler   StepLR", "hparams     width=2, api_key=***"),
-        "train data  DataLoader, 2 batches of 4",
-    ):
-        assert line in str(run).splitlines()
+    lines = {" ".join(line.split()) for line in str(run).splitlines()}
+    assert {"name base", "tags a, b", "model Sequential, 11 parameters"} <= lines
+    assert {"optimizer SGD, lr 0.1, 0.5", "hparams width=2, api_key=***"} <= lines
 
 
 def test_the_hash_covers_what_makes_a_training_from_python(tmp_path: Path) -> None:
@@ -386,27 +343,6 @@ def test_the_hash_covers_what_makes_a_training_from_python(tmp_path: Path) -> No
     assert len(others - {base}) == 5
 
 
-def test_the_hash_of_a_resumed_run_does_not_depend_on_how_far_it_was(tmp_path: Path) -> None:
-    def scheduled(*hooks: hookline.Hook) -> hookline.Trainer:
-        model, optimizer = make()
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        config = hookline.TrainerConfig(runs=tmp_path, progress="off", scheduler_every="step")
-        return hookline.Trainer(
-            config,
-            model,
-            optimizer,
-            scheduler,
-            loss_fn=F.mse_loss,
-            hooks=hooks,
-        )
-
-    first = scheduled(Stops(2)).fit(batches(4))
-    again = scheduled(Stops(99)).fit(batches(4), resume_from=first.run.path)
-    before, after = again.run.manifest["attempts"]
-    assert before["config_hash"] == after["config_hash"]
-    assert "training" not in before
-
-
 def test_a_session_describes_its_model_and_optimizers(tmp_path: Path) -> None:
     for lr in (0.1, 0.2):
         model, _ = make()
@@ -415,21 +351,6 @@ def test_a_session_describes_its_model_and_optimizers(tmp_path: Path) -> None:
     a, b = (open_run(path) for path in sorted(tmp_path.iterdir()))
     assert hookline.runs.diff_runs(a, b)["config"] == {"optimizers.0.groups.0.lr": [0.1, 0.2]}
     assert a.manifest["config_hash"] != b.manifest["config_hash"]
-
-
-def test_one_line_at_the_start_says_what_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "hookline"):
-        one = trainer(tmp_path, Watch())
-        one.add_hook(Watch(), "off", enabled=False)
-        one.fit(batches(2))
-    (line,) = told(caplog)
-    manifest = one.run.manifest
-    assert line.startswith(f"Run {one.run.id} starts: ")
-    assert manifest["git"]["commit"] in line  # the tests' own repository
-    assert f"config hash {manifest['config_hash']}" in line
-    assert line.endswith("hooks: watch (enabled), off (disabled), identity (enabled)")
 
 
 def test_a_resumed_run_tells_what_each_part_had(tmp_path: Path) -> None:

@@ -64,27 +64,6 @@ def lr_of(trainer: Trainer) -> float:
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("at", [4, 6, 12], ids=["mid-epoch", "end of epoch", "end of training"])
-def test_more_epochs_for_a_run_are_those_of_a_longer_run(tmp_path: Path, at: int) -> None:
-    cosine = lambda optimizer: CosineAnnealingLR(optimizer, 30)  # noqa: E731
-    whole = make(tmp_path, Saves(4), scheduler=cosine, max_epochs=4).fit(shuffled())
-    short = make(tmp_path, Saves(at), scheduler=cosine).fit(shuffled())
-    fork = make(tmp_path, Saves(at), scheduler=cosine, max_epochs=4)
-    fork.fit(shuffled(), fork_from=short.run.path)
-
-    assert same(weights(whole.model), weights(fork.model))
-    assert fork.step == 24
-    assert fork.run.id != short.run.id
-    assert fork.run.manifest["parent"] == {
-        "run_id": short.run.id,
-        "checkpoint": f"step_{at:06d}",
-        "step": at,
-    }
-    steps = hookline.open_run(fork.run.path).metrics("train/loss")
-    assert [row["step"] for row in steps] == list(range(at + 1, 25))
-    assert hookline.open_run(short.run.path).overview()["steps"] == 12
-
-
 def test_changed_hyperparameters_win_and_all_else_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,19 +87,6 @@ def test_changed_hyperparameters_win_and_all_else_is_restored(
         "  optimizers.0.groups.0.lr is 0.5 instead of 0.01",
         "  optimizers.0.groups.0.weight_decay is 0.3 instead of 0.01",
     ]
-
-
-def test_a_learning_rate_that_a_hook_has_set_stays_if_the_setting_is_the_same(
-    tmp_path: Path,
-) -> None:
-    class Halve(hookline.Hook):
-        def on_step_end(self, optimizer: Any, step: int) -> None:
-            if step == 2:
-                optimizer.param_groups[0]["lr"] /= 2
-
-    parent = make(tmp_path, Halve(), Saves(4)).fit(shuffled())
-    fork = make(tmp_path).fit(shuffled(), fork_from=parent.run.path)
-    assert lr_of(fork) == 0.005
 
 
 SCHEDULES: dict[str, Any] = {
@@ -243,22 +209,6 @@ def test_a_changed_seed_gives_other_random_numbers_from_the_same_state(tmp_path:
     assert same(results[1], results[2])
     assert not same(results[0], results[1])
     assert not same(results[1], results[3])
-
-
-def test_a_hook_that_the_new_settings_enable_is_enabled(tmp_path: Path) -> None:
-    class Watch(hookline.Hook):
-        calls = 0
-
-        def on_step_end(self) -> None:
-            type(self).calls += 1
-
-    parent = make(tmp_path, Saves(4))
-    parent.add_hook(Watch(), name="watch", enabled=False)
-    parent.fit(shuffled())
-    fork = make(tmp_path, Saves(4))
-    fork.add_hook(Watch(), name="watch", every=2)
-    fork.fit(shuffled(), fork_from=parent.run.path)
-    assert Watch.calls == 4
 
 
 def test_a_fork_removes_no_checkpoint_of_its_parent(tmp_path: Path) -> None:

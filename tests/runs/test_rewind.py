@@ -33,22 +33,6 @@ def run(tmp_path: Path) -> Run:
     return Run.create(tmp_path, config={}, seed=0, hooks=[])
 
 
-def test_records_behind_the_position_move_to_another_file(run: Run) -> None:
-    write(run, range(1, 4))
-    position = run.position()
-    assert values(run.path) == [1, 2, 3]  # they are on the disk
-    write(run, range(4, 7))
-    run.close("interrupted")
-    again = Run.open(run.path, resume=True, position=position)
-    assert values(run.path) == [1, 2, 3]
-    write(again, range(4, 6), -1)
-    again.close()
-    assert values(run.path) == [1, 2, 3, -4, -5]
-    assert values(run.path, repeated=True) == [4, 5, 6, 1, 2, 3, -4, -5]
-    assert open_run(run.path).damage == []
-    assert open_run(run.path).results()["x"].count == 5
-
-
 @pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 2]), (3, [1, 2, 3]), (9, [1, 2, 3])])
 def test_where_only_the_step_is_known_its_records_stay(run: Run, step: int, kept: Any) -> None:
     run.log(0, 0, "note", "before the first step", kind="text")
@@ -56,22 +40,6 @@ def test_where_only_the_step_is_known_its_records_stay(run: Run, step: int, kept
     run.close()
     Run.open(run.path, resume=True, position={"step": step}).close()
     assert values(run.path) == ["before the first step", *kept]
-
-
-def test_a_partial_last_line_is_no_obstacle(run: Run) -> None:
-    write(run, range(1, 3))
-    position = run.position()
-    write(run, range(3, 5))
-    run.close()
-    for extra in (5, 6):
-        with (run.path / "metrics.jsonl").open("ab") as file:
-            file.write(b'{"v": 1, "step": 99')  # what a kill leaves
-        again = Run.open(run.path, resume=True, position=position)
-        assert values(run.path) == [1, 2]
-        write(again, range(extra, extra + 1))
-        again.close()
-    assert values(run.path) == [1, 2, 6]
-    assert values(run.path, repeated=True) == [3, 4, 5, 1, 2, 6]
 
 
 def test_a_log_that_is_shorter_than_the_position_is_reported_and_kept(

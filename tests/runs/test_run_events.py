@@ -26,7 +26,7 @@ def batches(count):
 
 class Fails(Hook):
     def on_step_end(self, step):
-        raise ValueError(f"step {step}, password=hunter2hunter2")
+        raise ValueError(f"step {step}, https://user:hunter2@host")
 
 
 class Director(Hook):
@@ -124,7 +124,7 @@ def test_failures_have_their_traceback_without_secrets(events):
     assert [failure["failures"] for failure in failures] == [1, 2, 3]
     first = failures[0]
     assert (first["hook"], first["event"]) == ("fails", "on_step_end")
-    assert first["error"].startswith("ValueError: step 1, password=")
+    assert first["error"].startswith("ValueError: step 1, https://***@host")
     assert 'raise ValueError(f"step {step}' in first["traceback"]
     assert "hunter2" not in str(failures)
 

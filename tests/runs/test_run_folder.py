@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import hookline
 from hookline.runs import Run, open_run
+from hookline.runs.restart import find_unfinished_run
 
 
 class Deletes(hookline.Hook):
@@ -54,3 +55,16 @@ def test_a_fork_names_its_parent(tmp_path: Path) -> None:
     differences = hookline.runs.diff_runs(open_run(plain.path), opened)["config"]
     assert differences["parent.run_id"] == [None, parent["run_id"]]
     assert "forked" not in str(open_run(plain.path))
+
+
+def test_a_run_with_other_settings_of_the_same_name_is_not_continued(tmp_path: Path) -> None:
+    """The configuration and the training both have `loaders`."""
+    training = {"loaders": {"train": {"length": 3}}}
+    config = {"loaders": {"order": "round_robin"}}
+    run = Run.create(tmp_path, config=config, seed=0, hooks=[], training=training)
+    run.close("interrupted")
+    here = {"config": {"loaders": {"order": "weighted"}}, "training": training, "hooks": []}
+    _, message = find_unfinished_run(tmp_path, here)
+    assert "loaders.order is 'weighted' here, 'round_robin' there" in message
+    _, message = find_unfinished_run(tmp_path, {**here, "config": config})
+    assert "1 unfinished run has this configuration, but no checkpoint" in message

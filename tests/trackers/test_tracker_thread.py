@@ -145,9 +145,7 @@ def test_the_run_is_complete_before_the_end_waits_for_trackers(tmp_path):
     assert tracker.seen == "completed"
     assert tracker.ends[0]["status"] == "completed"
     assert tracker.calls == ["start", "completed"]
-    manifest = Run.open(tracker.run.folder).manifest
-    assert manifest["trackers"] == {"kept": {"id": "one"}}
-    assert manifest["status"] == "stopped"
+    assert Run.open(tracker.run.folder).manifest["status"] == "stopped"
     assert len(tracker.values) == 7
 
 
@@ -179,20 +177,6 @@ def test_a_tool_that_is_gone_is_not_asked_for_each_value():
         log_each(log, range(100))
     assert len(asked) == 20
     assert raised.value.count == 100
-
-
-def test_some_values_in_a_row_that_are_refused_cost_no_other():
-    logged = []
-
-    def log(value):
-        if 10 <= value < 25:
-            raise OSError("too odd")
-        logged.append(value)
-
-    with pytest.raises(RefusedValues) as raised:
-        log_each(log, range(100))
-    assert logged == [*range(10), *range(25, 100)]
-    assert raised.value.count == 15
 
 
 def test_a_tracker_that_does_not_start_is_disabled(tmp_path, caplog):

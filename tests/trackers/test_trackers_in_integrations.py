@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as lightning
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -88,52 +85,6 @@ def test_a_hugging_face_trainer_has_trackers_beside_its_own_loggers(tmp_path, mo
     check_tracked(tmp_path / "runs", 6)
     theirs = read_scalars(tmp_path / "theirs")["train/loss"]
     assert [step for step, _ in theirs][-4:] == [3, 4, 5, 6]
-
-
-class Module(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        loss = self.net(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_lightning_trainer_has_trackers_beside_its_own_logger(tmp_path):
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-
-    def start(*hooks, **options):
-        trainer = lightning.Trainer(
-            max_steps=6,
-            devices=1,
-            accelerator="cpu",
-            log_every_n_steps=1,
-            logger=TensorBoardLogger(tmp_path, name="theirs", version="one"),
-            callbacks=[
-                lightning.callbacks.ModelCheckpoint(
-                    tmp_path / "out", every_n_train_steps=2, save_top_k=-1, filename="{step}"
-                )
-            ],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        runs = tmp_path / "runs"
-        hookline.attach(trainer, hooks=hooks, trackers=["tensorboard"], runs=runs)
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(6, 2)), **options)
-
-    with pytest.raises(hookline.HookFailedError):
-        start(Fail())
-    start(ckpt_path=str(tmp_path / "out" / "step=2.ckpt"))
-    check_tracked(tmp_path / "runs", 6)
-    theirs = read_scalars(tmp_path / "theirs" / "one")["loss"]
-    assert {step for step, _ in theirs} == set(range(6))
 
 
 def test_a_bare_loop_has_trackers(tmp_path):

@@ -23,6 +23,7 @@ from hookline.report.facts import (
 from hookline.report.run_data import RunData
 from hookline.report.series import SampledSeries, group_layers, order_layers
 from hookline.runs.diff import describe_sections
+from hookline.runs.environment import describe_commit
 from hookline.runs.formatting import format_number
 from hookline.runs.jsonl_reader import is_finite_number
 from hookline.text_tables import join_some
@@ -231,18 +232,9 @@ def _manifest_rows(data: RunData) -> list[list[str]]:
     manifest, overview = data.manifest, data.overview
     git: Any = overview["git"]
     rows: list[tuple[str, Any]] = [("Run", overview["id"]), ("Folder", overview["path"])]
-    if git.get("commit"):
-        branch = f" on {git['branch']}" if git.get("branch") else ""
-        rows.append(("Commit", f"{git['commit']}{branch}"))
-        changes = "Whether there were uncommitted changes is unknown"
-        if git.get("dirty") is not None:
-            which = "differed from" if git["dirty"] else "were as in"
-            changes = f"Tracked files {which} the commit"
-        untracked: Any = git.get("untracked")
-        more = f" {untracked} files or folders were not tracked." if untracked else ""
-        rows.append(("Working tree", f"{changes}.{more}"))
-    else:
-        rows.append(("Commit", f"Unknown: {git.get('problem') or 'not recorded'}"))
+    branch = f" on {git['branch']}" if git.get("branch") else ""
+    changes = ", with uncommitted changes" if git.get("dirty") else ""
+    rows.append(("Commit", describe_commit(git) + branch + changes))
     if parent := as_dict(manifest.get("parent")):
         rows.append(("Forked from", f"run {parent.get('run_id')} at step {parent.get('step')}"))
     command: Any = manifest.get("command")

@@ -11,7 +11,7 @@ from hookline.runs.jsonable import remove_addresses
 from hookline.runs.metric_values import MetricSummary
 from hookline.runs.reader import OpenedRun
 
-_GIT_FIELDS = ("commit", "branch", "dirty", "diff_sha256", "untracked")
+_GIT_FIELDS = ("commit", "branch", "dirty")
 
 Pairs = dict[str, list[Any]]
 
@@ -106,10 +106,8 @@ def _code(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _has_code(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest tells apart all code that its run may have had."""
-    git, modules = _section(manifest, "git"), manifest.get("sources")
-    if modules is not None:
-        return None not in modules.values()
-    return git.get("commit") is not None and git.get("untracked") == 0  # of an older version
+    modules = manifest.get("sources")
+    return modules is not None and None not in modules.values()
 
 
 def _hooks(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
@@ -28,19 +27,10 @@ _MAX_FILES = 500  # of the program's own modules
 _MAX_BYTES = 20_000_000  # of one of them
 _NAME_OR_VERSION = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t]*$", re.MULTILINE)
 
-_GIT_SECONDS = 10.0  # the time limit for all git commands together
+_GIT_SECONDS = 10.0  # the time limit of a command
 _CALLER_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX")
 
 _STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
-_UNTRACKED = (
-    *("ls-files", "-z", "--others", "--exclude-standard", "--directory", "--no-empty-directory"),
-)
-# Equal changes have equal hashes, independently of the user's settings for diffs.
-_DIFF = (
-    *("diff", "HEAD", "--binary", "--full-index", "--no-color", "--no-ext-diff", "--no-textconv"),
-    *("--no-renames", "--no-relative", "--diff-algorithm=myers", "--unified=3"),
-    *("--inter-hunk-context=0", "--src-prefix=a/", "--dst-prefix=b/", "--submodule=short"),
-)
 
 
 def describe_environment(device: Any = None) -> dict[str, Any]:
@@ -169,19 +159,14 @@ def read_git_state(folder: Path | None = None) -> dict[str, Any]:
     - `commit`: None if there is none; then `problem` says why.
     - `branch`: None for a detached head.
     - `dirty`: whether tracked files differ from the commit, staged or not.
-    - `diff_sha256`: the hash of the difference; None if there is none.
-    - `untracked`: how many files or folders are neither tracked nor ignored. They are not hashed,
-      because they are often data and results.
 
     Args:
         folder: Where to look; by default the folder of the program, then the working folder.
     """
-    deadline = time.monotonic() + _GIT_SECONDS
     folders = _code_folders() if folder is None else [folder]
-    states = [_read_state(folders[0], deadline)]
-    if states[0]["commit"] is None:
-        states += [_read_state(other, deadline) for other in folders[1:]]
-    return next((state for state in states if state["commit"] is not None), states[0])
+    first = _read_state(folders[0])
+    states = (first, *map(_read_state, folders[1:] if first["commit"] is None else ()))
+    return next((state for state in states if state["commit"] is not None), first)
 
 
 def describe_commit(state: Mapping[str, Any], length: int | None = None) -> str:
@@ -201,11 +186,11 @@ def _code_folders() -> list[Path]:
     return [here] if installed or folder == here else [folder, here]
 
 
-def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
-    fields = ("commit", "branch", "dirty", "diff_sha256", "untracked", "folder", "problem")
+def _read_state(folder: Path) -> dict[str, Any]:
+    fields = ("commit", "branch", "dirty", "folder", "problem")
     state: dict[str, Any] = {**dict.fromkeys(fields), "folder": str(folder)}
     try:
-        lines = _run_git(folder, deadline, *_STATUS).decode(errors="replace").splitlines()
+        lines = _run_git(folder, *_STATUS).decode(errors="replace").splitlines()
         headers = dict(line[9:].split(" ", 1) for line in lines if line.startswith("# branch."))
         if headers["oid"] == "(initial)":
             state["problem"] = "the repository has no commit yet"
@@ -213,10 +198,6 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
         state["commit"] = headers["oid"]
         state["branch"] = None if headers["head"] == "(detached)" else headers["head"]
         state["dirty"] = any(not line.startswith("#") for line in lines)
-        if state["dirty"]:
-            diff = _run_git(folder, deadline, *_DIFF)
-            state["diff_sha256"] = hashlib.sha256(diff).hexdigest()
-        state["untracked"] = _run_git(folder, deadline, *_UNTRACKED).count(b"\0")
     except subprocess.CalledProcessError as error:
         lines = str(error.stderr, errors="replace").strip().splitlines()
         lines = lines or [f"git ended with {error.returncode}"]
@@ -226,7 +207,7 @@ def _read_state(folder: Path, deadline: float) -> dict[str, Any]:
     return state
 
 
-def _run_git(folder: Path, deadline: float, *arguments: str) -> bytes:
+def _run_git(folder: Path, *arguments: str) -> bytes:
     """Return the output of a git command."""
     # A git hook that runs this program sets variables for its own repository.
     environment = {k: v for k, v in os.environ.items() if k not in _CALLER_VARIABLES}
@@ -236,7 +217,7 @@ def _run_git(folder: Path, deadline: float, *arguments: str) -> bytes:
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        timeout=max(0.1, deadline - time.monotonic()),
+        timeout=_GIT_SECONDS,
         check=True,
         env=environment,
     ).stdout

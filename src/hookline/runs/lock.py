@@ -6,7 +6,6 @@ systems (some take a minute to notice that a machine is gone).
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -22,13 +21,15 @@ from hookline.files import open_handle
 from hookline.interrupts import AllowedInterrupts
 from hookline.runs.environment import is_process_alive
 from hookline.runs.jsonl_file import WriteRefusedError
-from hookline.runs.manifest import inspect_run_manifest
+from hookline.runs.manifest import inspect_run_manifest, last_write_time
 
 log = logging.getLogger("hookline")
 
 LOCK = "writer.lock"
 WAIT_SECONDS = 90.0
 """How long a lock is waited for whose holder may be dead: a worker or a file server may keep it."""
+
+_SILENT_SECONDS = 300.0  # without locks: then a run is not written any more
 
 _held: WeakSet[RunLock] = WeakSet()
 
@@ -98,11 +99,11 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _flock(handle, exclusive=False)
     except BlockingIOError:
         return True
-    except OSError:  # not supported by the file system
-        return False
+    except (OSError, ImportError):  # not supported by the file system, or by Windows
+        return _was_written_recently(folder)
     finally:
         os.close(handle)
     return False
@@ -113,8 +114,7 @@ def _lock(handle: int, folder: Path) -> None:
     begun = time.monotonic()
     has_warned = False
     while not _try_lock(handle, folder):
-        newest = (inspect_run_manifest(folder)[0].get("attempts") or [{}])[-1]
-        holder = newest if newest.get("ended") is None else {}  # else it has not written it yet
+        holder = _read_holder(folder)
         waited = time.monotonic() - begun
         if is_process_alive(holder) or waited > WAIT_SECONDS:
             raise RunError(_describe_holder(folder, holder))
@@ -127,12 +127,31 @@ def _lock(handle: int, folder: Path) -> None:
 
 def _try_lock(handle: int, folder: Path) -> bool:
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(handle, exclusive=True)
     except BlockingIOError:
         return False
     except OSError as error:  # not supported by the file system
+        holder = _read_holder(folder)
+        if holder and is_process_alive(holder) is not False and _was_written_recently(folder):
+            raise RunError(_describe_holder(folder, holder)) from error
         log.warning("%s cannot be locked (%s). Start no second process for it.", folder, error)
     return True
+
+
+def _flock(handle: int, *, exclusive: bool) -> None:
+    import fcntl  # Windows has none, where runs can be read
+
+    fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+
+
+def _was_written_recently(folder: Path) -> bool:
+    return time.time() - (last_write_time(folder) or 0.0) < _SILENT_SECONDS
+
+
+def _read_holder(folder: Path) -> Mapping[str, Any]:
+    """Return the attempt that has not ended; empty if its process has not written that yet."""
+    newest = (inspect_run_manifest(folder)[0].get("attempts") or [{}])[-1]
+    return newest if newest.get("ended") is None else {}
 
 
 def _describe_holder(folder: Path, holder: Mapping[str, Any]) -> str:

@@ -101,25 +101,30 @@ def _leave_out_unknown(value: Any, other: Any) -> Any:
 
 def _list_differences(identity: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     """Return what differs between this training and the run with this manifest."""
-    own, saved = (
-        {name: _select(fields, name) for name in identity}
-        for fields in (make_comparable(identity), make_comparable(manifest))
+    here, there = (
+        {name: make_comparable(_select(fields, name)) for name in identity}
+        for fields in (identity, manifest)
     )
-    here = _flatten_sections(_leave_out_unknown(own, saved))
-    there = _flatten_sections(_leave_out_unknown(saved, own))
-    pairs = diff_configs(number_items(here), number_items(there))
-    lines = [f"{name} is {mine!r} here, {other!r} there" for name, (mine, other) in pairs.items()]
+    here, there = _leave_out_unknown(here, there), _leave_out_unknown(there, here)
+    mine, others = _by_name(here.pop("hooks", None)), _by_name(there.pop("hooks", None))
+    lines = [f"the hook {name!r} is only here" for name in mine if name not in others]
+    lines += [f"the hook {name!r} is only there" for name in others if name not in mine]
+    if not lines and list(mine) != list(others):
+        lines.append("the hooks are in another order")
+    both = [name for name in mine if name in others]
+    sections = [(here.pop(name, None), there.pop(name, None)) for name in ("config", "training")]
+    hooks = [{"hooks": {name: one[name] for name in both}} for one in (mine, others)]
+    for section in (*sections, hooks, (here, there)):
+        pairs = diff_configs(*(number_items(one or {}) for one in section))
+        lines += [
+            f"{name} is {own!r} here, {other!r} there" for name, (own, other) in pairs.items()
+        ]
     return [line[:200] for line in lines]
 
 
-def _flatten_sections(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields with configuration and training at the top, and hooks by name, in order."""
-    hooks = [hook for hook in fields.get("hooks") or () if isinstance(hook, Mapping)]
-    by_name = {str(hook.get("name")): dict(hook) for hook in hooks}
-    sections = [fields.get(name) for name in ("config", "training")]
-    merged = {k: v for one in sections if isinstance(one, Mapping) for k, v in one.items()}
-    others = {k: v for k, v in fields.items() if k not in ("config", "training", "hooks")}
-    return {**merged, **others, "hooks": {**by_name, "order": list(by_name)}}
+def _by_name(hooks: Any) -> dict[str, Any]:
+    described = [hook for hook in hooks or () if isinstance(hook, Mapping)]
+    return {str(hook.get("name")): dict(hook) for hook in described}
 
 
 def _describe_nearest(run: OpenedRun, differences: list[str]) -> str:
