@@ -114,7 +114,7 @@ def test_values_are_accumulated_unscaled_and_not_clipped(tmp_path: Path) -> None
     [
         (["first"], ["first.weight", "first.bias"]),
         (["*.bias"], ["first.bias", "second.bias"]),
-        (["re:sec.*t"], ["second.weight"]),
+        ([r"^sec.*t$"], ["second.weight"]),
         (["first.bias", "*.weight"], ["first.weight", "first.bias", "second.weight"]),
     ],
 )

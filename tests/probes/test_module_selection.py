@@ -234,7 +234,7 @@ def test_stars_in_patterns_of_parameters_mean_the_same_as_for_modules(net):
     ]
     assert match_names(["**"], names) == names
     assert match_names([r"re:(embed|head)\.bias"], names) == ["embed.bias", "head.bias"]
-    assert match_names(["re:mlp.*s"], names) == ["mlp.up.bias", "mlp.down.bias"]
+    assert match_names(["^mlp.*s$"], names) == ["mlp.up.bias", "mlp.down.bias"]
     with pytest.raises(ConfigError, match=r"'blocks.0.norm.weight' has more: write '\*\*'"):
         match_names(["blocks.*"], names)
     with pytest.raises(ConfigError, match="has to match the whole name"):
