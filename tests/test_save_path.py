@@ -35,7 +35,7 @@ LEAVES = {
     *("arguments.py", "context.py", "files.py", "interrupts.py", "tensors/sharded.py"),
     *("loop/loop.py", "loop/processes.py", "loop/event_context.py"),  # read what they have
     *("loop/phase_times.py", "tensors/timing.py"),  # time the save
-    *("runs/run.py", "runs/jsonl_file.py", "runs/jsonable.py", "runs/lease.py"),  # flush the log
+    *("runs/run.py", "runs/jsonl_file.py", "runs/jsonable.py", "runs/lock.py"),  # flush the log
     # The states of single objects, which a checkpoint has:
     *("dispatch/manager.py", "dispatch/entry.py", "loop/means.py", "loop/random_state.py"),
     *("trainer/strategies/single_process.py", "trainer/data_stream.py"),

@@ -74,7 +74,7 @@ _MODULES = {
     "trainer.trainer": ("Trainer",),
     "trainer.factory": ("AccelerateTrainer", "get_trainer"),
     "updates": (
-        *("AGC", "Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
+        *("Centralize", "ClipNorm", "ClipValue", "EMAFilter", "Identity"),
         *("Mask", "Noise", "Scale", "SkipNonfinite"),
     ),
     "verification.verifier": ("verify",),

@@ -89,7 +89,6 @@ from hookline.trackers import Tracker as Tracker
 from hookline.trainer.trainer import Trainer as Trainer
 from hookline.trainer.factory import AccelerateTrainer as AccelerateTrainer
 from hookline.trainer.factory import get_trainer as get_trainer
-from hookline.updates import AGC as AGC
 from hookline.updates import Centralize as Centralize
 from hookline.updates import ClipNorm as ClipNorm
 from hookline.updates import ClipValue as ClipValue

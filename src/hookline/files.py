@@ -33,7 +33,7 @@ class FileLimits:
     environment variables such as `HOOKLINE_MAX_MANIFEST_BYTES=200_000_000`.
 
     Attributes:
-        manifest_bytes: Manifest of a run or of a checkpoint, lease or pointer.
+        manifest_bytes: Manifest of a run or of a checkpoint, or pointer.
         line_bytes: One line of a log of metrics or events.
         state_bytes: `state.json` of a checkpoint, and the header of a safetensors file.
         config_bytes: Config file.

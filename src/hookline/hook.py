@@ -67,9 +67,6 @@ class Hook:
     hookline_function: Callable[..., Any] | None = None
     hookline_group: ClassVar[HookGroup] = HookGroup.USER
     hookline_name: str | None = None
-    hookline_entry_point: str | None = None
-    """The entry point that the hook was named by: its name in a run, if that is free."""
-
     hookline_options: Mapping[str, Any] = MappingProxyType({})
     """The options the hook was created with, if known; recorded in the manifest."""
 

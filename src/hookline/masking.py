@@ -9,7 +9,8 @@ Four kinds of secrets are replaced by `***`:
   `remember_secrets` was given. They have at least eight characters and are no plain words, such as
   `training`: records consist of such words.
 
-Running text is not interpreted: "the password is hush" stays, unless hush is a known value.
+Running text is not interpreted: "password=hush" stays, unless hush is a known value. Only on a
+command line, in a mapping and for a field is the value known to belong to the name.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ _NOT_SECRET_TOKENS = _split_words(  # before `token`: parts of a text
     "special start stop unk video"
 )
 _SUFFIXES = _split_words("header headers string text uri url value")
-_CONNECTION = (["connection"], ["conn"], ["database"])  # before a suffix: `connection_string`
 
 
 @lru_cache(maxsize=4096)
@@ -76,10 +76,8 @@ def is_secret_name(name: str) -> bool:
     if "/" in name or " " in name:
         return False  # a metric such as `loss/token`, or a text
     words = [word.lower() for word in _WORDS.findall(name)]
-    has_suffix = False
     while len(words) > 1 and words[-1] in _SUFFIXES:
         words.pop()
-        has_suffix = True
     if not words:
         return False
     last, before = words[-1], words[-2] if len(words) > 1 else ""
@@ -87,8 +85,6 @@ def is_secret_name(name: str) -> bool:
         return before in _AFTER[last]
     if last == "token":
         return before not in _NOT_SECRET_TOKENS
-    if has_suffix and words in _CONNECTION:
-        return True
     return last in _SECRET_WORDS or last.endswith(_SECRET_ENDINGS)
 
 
@@ -107,9 +103,6 @@ _WEBHOOK = re.compile(
     r"(?:ptb\.|canary\.)?discord(?:app)?\.com/api/webhooks|"
     r"[\w-]{1,60}\.webhook\.office\.com)/)[^\s?#]+"
 )
-_HEADER = re.compile(
-    r"(?i)\b((?:proxy-)?authorization|(?:set-)?cookie) ?: ?(?!['\"*\s])[^\r\n'\"]+"
-)
 _GAP = r"(?:\s|\\+[nr])*+"  # line feeds may be escaped
 _PRIVATE_KEY = re.compile(  # one may be cut, without its end
     r"(-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----)"
@@ -127,24 +120,11 @@ _TOKEN = re.compile(  # of well-known services: they are recognised by how they 
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
     r")(?![A-Za-z0-9])"
 )
-_NAME = r"[A-Za-z_][\w.\[\]-]{0,120}"
-_ASSIGNMENT = re.compile(  # name=value, 'name': 'value', {name: value, …}, --name value
-    rf"(?<!\w)(?:(?P<name>{_NAME})(?:=| ?= ?(?=['\"]))"
-    rf"|(?P<quote>\\?['\"])(?P<key>{_NAME})(?P=quote) ?: ?(?=b?\\?['\"]|[\d\[{{(])"
-    rf"|(?<=[{{,])\s{{0,20}}(?P<flow>{_NAME}) ?: {{1,20}}(?=\S)"
-    rf"|--(?P<option>{_NAME}) (?=[^\s-]))"
-)
-_VALUE = re.compile(  # a quoted text, something in brackets, such as a list or a call, or a word
-    r"b?\"(?:[^\"\\]|\\.)*\"|b?'(?:[^'\\]|\\.)*'|\\\"[^\"]*\\\""
-    r"|[\w.]{0,100}(?:\[[^\]\n]*\]?|\{[^}\n]*\}?|\([^)\n]*\)?|<[^>\n]*>?)|[^\s,;&'\"(){}\[\]]+",
-    re.DOTALL,
-)
-_FLOW_VALUE = re.compile(r"[^,{}\[\]\n]+|\[[^\]\n]*\]?")  # in YAML's `{name: value, …}`
-_PLAIN = ("", MASK, "None", "True", "False", "null", "true", "false", "[]", "{}", "()")
+_CONNECTION_STRING = re.compile(r"(?i)\b((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]+;")
 
 
 def mask_text(text: str) -> str:
-    """Return a text without secrets: known values, and those of secret names in it."""
+    """Return a text without secrets: known values, and those of a known shape."""
     return _mask_patterns(mask_known_values(text))
 
 
@@ -154,9 +134,8 @@ def _mask_patterns(text: str) -> str:
         text = _PRIVATE_KEY.sub(rf"\1{MASK}", text)
     if "://" in text:
         text = _URL.sub(lambda found: _mask_url(found[0]), text)
-    if ":" in text or "=" in text or "--" in text:
-        text = _HEADER.sub(rf"\1: {MASK}", text)
-        text = _mask_assignments(text)
+    if "=" in text:
+        text = _CONNECTION_STRING.sub(rf"\1={MASK};", text)
     return _TOKEN.sub(MASK, _SCHEME.sub(rf"\1 {MASK}", text))
 
 
@@ -174,50 +153,28 @@ def _mask_query(found: re.Match[str]) -> str:
     return f"{name}={MASK}" if is_secret else found[0]
 
 
-def _mask_assignments(text: str) -> str:
-    parts: list[str] = []
-    end = 0
-    for found in _ASSIGNMENT.finditer(text):
-        if found.start() < end:
-            continue  # within a value that was masked
-        name: str = found["name"] or found["key"] or found["flow"] or found["option"]
-        if not _has_secret_name(name):
-            continue
-        pattern = _VALUE if found["flow"] is None else _FLOW_VALUE
-        matched = pattern.match(text, found.end())
-        value = "" if matched is None else matched[0].rstrip()
-        if value.strip("'\"\\") in _PLAIN:
-            continue
-        quotes = value[-1] if value[-1] in "'\"" else ""
-        quotes = f"\\{quotes}" if value.endswith('\\"') else quotes
-        parts += [text[end : found.end()], quotes, MASK, quotes]
-        end = found.end() + len(value)
-    return "".join([*parts, text[end:]]) if parts else text
+_KEY = re.compile(r"([\w.\[\]-]+)['\" ]*[:=]")
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without secrets: `--name value`, `name=value`, `a={name: value}`."""
+    masked: list[str] = []
+    is_value = False  # of the option before
+    for argument in arguments:
+        is_option = re.match(r"--|-.?$", argument) is not None
+        if is_value and not is_option:
+            masked.append(MASK)
+        elif any(map(_has_secret_name, _KEY.findall(argument))):
+            masked.append(f"{argument.partition('=')[0]}={MASK}")
+        else:
+            masked.append(mask_text(argument))
+        is_value = argument.startswith("-") and _has_secret_name(argument)
+    return masked
 
 
 def _has_secret_name(name: str) -> bool:
     """Return whether a part of a key such as `hooks[0].api_key` looks secret."""
     return any(is_secret_name(part) for part in re.split(r"[.\[\]]+", name))
-
-
-def mask_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: `--name value`, `--name=value` and `key=value`."""
-    masked: list[str] = []
-    is_secret = False  # the next argument
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        key = name.strip(" '\"")
-        names_secret = re.fullmatch(rf"-*{_NAME}", key) is not None and _has_secret_name(key)
-        if is_secret and re.match(r"--|-.?$", argument) is None:
-            masked.append(MASK)
-            is_secret = False
-            continue
-        if names_secret and equals and value not in _PLAIN:
-            masked.append(f"{name}={MASK}")
-        else:
-            masked.append(mask_text(argument))
-        is_secret = names_secret and not equals and argument.startswith("-")
-    return masked
 
 
 # -- nested values --------------------------------------------------------------------------------
@@ -314,20 +271,13 @@ def _inner_values(value: Any, is_secret: bool) -> list[tuple[Any, bool]]:
 
 def _written_forms(value: str | int) -> set[str]:
     """Return how a value that is masked everywhere may be written: escaped, in a URL, its path."""
-    try:
-        text = str.__str__(value) if isinstance(value, str) else str(value)
-        encoded = {quote(text), quote(text, safe=""), quote_plus(text)}
-    except ValueError:  # too many digits, or lone surrogates
-        return set()
+    text = str(value)
     if len(text) < _MIN_LENGTH or _PLAIN_WORD.fullmatch(text):
         return set()
-    forms = {text, repr(text)[1:-1], json.dumps(text)[1:-1], *encoded}
-    if "://" in text:
-        try:
-            parts = urlsplit(text)
-        except ValueError:
-            return forms
-        path = parts.path + (f"?{parts.query}" if parts.query else "")
+    forms = {text, repr(text)[1:-1], json.dumps(text)[1:-1]}
+    with suppress(ValueError):  # lone surrogates, or not a URL
+        forms |= {quote(text), quote(text, safe=""), quote_plus(text)}
+        path = urlsplit(text)._replace(scheme="", netloc="").geturl() if "://" in text else ""
         forms |= {path} if len(path) >= _MIN_PATH else set()
     return forms
 

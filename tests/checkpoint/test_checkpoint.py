@@ -89,20 +89,21 @@ DTYPES = sorted(
 )
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 4)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_of_every_dtype_and_shape_come_back(
-    tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def make_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     data = torch.arange(size, dtype=torch.uint8) % (2 if dtype is torch.bool else 251)
     try:
-        tensor = data.view(dtype).reshape(shape)
-    except RuntimeError:
-        pytest.skip("torch itself cannot make one")
-    path = save(tmp_path / "a", {"x": tensor}, {"w": tensor})
-    assert same(load_checkpoint(path).state["x"], tensor)
-    assert same(load_checkpoint(path).model["w"], tensor)
+        return data.view(dtype).reshape(shape)
+    except RuntimeError:  # torch itself cannot make one
+        return torch.zeros(1)
+
+
+def test_tensors_of_every_dtype_and_shape_come_back(tmp_path: Path) -> None:
+    shapes = [(), (0,), (3,), (2, 0, 3), (2, 4)]
+    tensors = {f"{dtype} {s}": make_tensor(dtype, s) for dtype in DTYPES for s in shapes}
+    loaded = load_checkpoint(save(tmp_path / "a", {"x": list(tensors.values())}, tensors))
+    assert same(loaded.state["x"], list(tensors.values()))
+    assert same([loaded.model[name] for name in tensors], list(tensors.values()))
 
 
 def test_views_shared_and_conjugated_tensors_come_back_equal(tmp_path: Path) -> None:
@@ -140,52 +141,52 @@ class Pair(NamedTuple):
     b: int
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -(2**63),
-        2**63,
-        -(7**9000),
-        -0.0,
-        math.inf,
-        -math.inf,
-        math.nan,
-        -math.nan,
-        struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0],
-        5e-324,
-        complex(math.nan, -0.0),
-        "a\x00é😀",
-        "\ud83d\ude00",  # two halves, not one sign
-        b"\x00\xff",
-        (1, [2, (3,)], {}),
-        {7**9000: 0, 1: "a", "1": "b", (1, "x"): None, None: 0, 2.5: 1, b"k": 2},
-        {"$": "tensor", "v": "t0"},
-        {"\ud800": 1},
-        OrderedDict([("b", 1), ("a", 2)]),
-        Counter({3: 2, 1: 1}),
-        {1, "a", (2, 3)},
-        frozenset([b"x"]),
-        torch.Size([2, 3]),
-        torch.bfloat16,
-        torch.device("cuda:1"),
-        np.float32(1.5),
-        np.float64("nan"),
-        np.int8(-3),
-        np.bool_(True),
-        np.str_("ü"),
-        np.datetime64("2026-01-01"),
-        np.arange(6, dtype=">u2").reshape(2, 3),
-        np.array(1.0),
-        np.empty((0, 2), dtype="complex128"),
-        np.array(["a", "bcd"]),
-        np.arange(12).reshape(3, 4).T,
-    ],
-    ids=lambda v: type(v).__name__,
-)
-def test_values_come_back_as_they_were(tmp_path: Path, value: Any) -> None:
-    assert same(back(tmp_path, value), value)
+VALUES = [
+    None,
+    True,
+    -(2**63),
+    2**63,
+    -(7**9000),
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+    -math.nan,
+    struct.unpack(">d", bytes.fromhex("7ff8000000000abc"))[0],
+    5e-324,
+    complex(math.nan, -0.0),
+    "a\x00é😀",
+    "\ud83d\ude00",  # two halves, not one sign
+    b"\x00\xff",
+    (1, [2, (3,)], {}),
+    {7**9000: 0, 1: "a", "1": "b", (1, "x"): None, None: 0, 2.5: 1, b"k": 2},
+    {"$": "tensor", "v": "t0"},
+    {"\ud800": 1},
+    OrderedDict([("b", 1), ("a", 2)]),
+    Counter({3: 2, 1: 1}),
+    {1, "a", (2, 3)},
+    frozenset([b"x"]),
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    torch.device("cuda:1"),
+    np.float32(1.5),
+    np.float64("nan"),
+    np.int8(-3),
+    np.bool_(True),
+    np.str_("ü"),
+    np.datetime64("2026-01-01"),
+    np.arange(6, dtype=">u2").reshape(2, 3),
+    np.array(1.0),
+    np.empty((0, 2), dtype="complex128"),
+    np.array(["a", "bcd"]),
+    np.arange(12).reshape(3, 4).T,
+]
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    loaded = back(tmp_path, VALUES)
+    wrong = [saved for saved, found in zip(VALUES, loaded, strict=True) if not same(found, saved)]
+    assert not wrong
 
 
 SCALARS = (
@@ -253,30 +254,29 @@ class OddInt(int):
     pass
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        Odd(),
-        len,
-        lambda: 0,
-        Enumerated.A,
-        Pair(1, 2),
-        OddInt(3),
-        Path("a"),
-        torch.ones(2).to_sparse(),
-        torch.ones(2, device="meta"),
-        np.array([Odd()]),
-        np.zeros(2, dtype=[("a", "i4")]),
-        torch.Generator(),
-    ],
-    ids=lambda v: type(v).__name__,
-)
+UNSUPPORTED = [
+    Odd(),
+    len,
+    lambda: 0,
+    Enumerated.A,
+    Pair(1, 2),
+    OddInt(3),
+    Path("a"),
+    torch.ones(2).to_sparse(),
+    torch.ones(2, device="meta"),
+    np.array([Odd()]),
+    np.zeros(2, dtype=[("a", "i4")]),
+    torch.Generator(),
+]
+
+
 def test_what_cannot_be_saved_is_named_with_its_place_before_anything_is_written(
-    tmp_path: Path, value: Any
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "checkpoints" / "step_000001"
-    with pytest.raises(CheckpointError, match=r"state\['hooks'\]\['ema'\]\[1\]\['x'\]"):
-        save(folder, {"hooks": {"ema": [0, {"x": value}]}})
+    for value in UNSUPPORTED:
+        with pytest.raises(CheckpointError, match=r"state\['hooks'\]\['ema'\]\[1\]\['x'\]"):
+            save(folder, {"hooks": {"ema": [0, {"x": value}]}})
     assert not folder.parent.exists()
 
 
@@ -331,12 +331,6 @@ def test_tied_weights_are_written_once_and_load_into_the_model(tmp_path: Path) -
 
 
 # -- whole or not at all --------------------------------------------------------------------------
-
-
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="could not be written"):
-        save(tmp_path / "file" / "a")
 
 
 def test_the_temporary_folder_of_another_process_is_removed_only_once_it_is_dead(
@@ -399,14 +393,13 @@ def test_files_and_folders_that_only_look_like_leftovers_are_kept(tmp_path: Path
     assert all(p.is_symlink() == link and (link or p.exists()) for p, link in before)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_without_file_locks_checkpoints_are_saved_and_nothing_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = leave_unfinished_folder(tmp_path, "step_000001")
 
     def unsupported(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
     save(tmp_path / "step_000002")
@@ -478,6 +471,8 @@ def test_a_pointer_to_nothing_falls_back_to_the_newest_complete_one(
 
 
 def test_finding_nothing_says_what_was_found(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="s3://bucket/run is a URL"):
+        find_checkpoint("s3://bucket/run")
     with pytest.raises(CheckpointError, match="does not exist"):
         find_checkpoint(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("")
@@ -498,8 +493,7 @@ def test_nothing_pickles_and_plain_readers_read_the_files(tmp_path: Path) -> Non
     package = Path(hookline.checkpoint.__file__).parent
     for source in package.glob("*.py"):
         text = source.read_text()
-        assert not any(word in text for word in ("pickle", "torch.load", "eval("))
-        assert "torch.save" not in text or source.name == "export.py"  # only for other programs
+        assert not any(word in text for word in ("pickle", "torch.load", "torch.save", "eval("))
     from safetensors.torch import load_file
 
     path = save(tmp_path / "a", {"x": [torch.arange(3)], "n": 5}, {"w": ONE})
@@ -520,28 +514,22 @@ class Versioned(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_modules_get_the_version_that_their_weights_were_saved_with(tmp_path, wrapped):
-    model = torch.nn.Sequential(Versioned(2, 2))
-    path = save_checkpoint(tmp_path / "one", model=model.state_dict(), state={}, info={})
-    copy = torch.nn.Sequential(Versioned(2, 2))
-    copy.load_state_dict(load_checkpoint(path).model)
-    assert torch.equal(copy[0].weight, model[0].weight)
-    other = torch.nn.Sequential(Versioned(2, 2))
-    target = torch.nn.ModuleDict({"module": other}) if wrapped else other
+def test_modules_get_the_version_that_their_weights_were_saved_with(tmp_path):
+    model, other = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
+    save_checkpoint(tmp_path / "one", model=model.state_dict(), state={}, info={})
     (saved,), _ = read_checkpoints(tmp_path)
-    saved.load_into(target)
-    assert torch.equal(other[0].weight, model[0].weight)
-    saved.load_into(target, strict=False)
-    assert torch.equal(other[0].weight, model[0].weight)
+    for target in (other, nn.ModuleDict({"module": other})):
+        for strict in (True, False):
+            nn.init.zeros_(other[0].weight)
+            saved.load_into(target, strict=strict)
+            assert torch.equal(other[0].weight, model[0].weight)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_resumed_trainer_loads_weights_with_their_version(tmp_path, strict):
+def test_a_resumed_trainer_loads_weights_with_their_version(tmp_path):
     def trained(epochs, resume_from=None):
         torch.manual_seed(0)
         trainer = make_trainer(model=nn.Sequential(Versioned(8, 4)), max_epochs=epochs)
-        return trainer.fit(batches(3), resume_from=resume_from, strict=strict)
+        return trainer.fit(batches(3), resume_from=resume_from)
 
     path = trained(1).save_checkpoint(tmp_path / "saved")
     resumed, straight = trained(2, path), trained(2)
@@ -553,12 +541,6 @@ def test_a_weight_with_a_name_that_no_file_can_have_is_refused(tmp_path, name):
     with pytest.raises(CheckpointError, match="Rename"):
         save_checkpoint(tmp_path / "one", model={name: torch.ones(1)}, state={}, info={})
     assert not list(tmp_path.iterdir())
-
-
-def test_pointers_name_checkpoints_whose_names_end_with_a_space(tmp_path):
-    path = save_checkpoint(tmp_path / " step 1 ", model={}, state={}, info={})
-    set_pointer(tmp_path, "last", path)
-    assert find_checkpoint(tmp_path / "last") == path
 
 
 @pytest.mark.parametrize("name", [".hidden", "last", "best"])

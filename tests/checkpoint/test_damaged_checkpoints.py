@@ -91,7 +91,7 @@ def reads_as_before(path: Path, manifest: bytes) -> bool:
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(damages=DAMAGES)
 def test_random_damage_is_always_detected_and_the_older_checkpoint_is_found(
@@ -124,25 +124,14 @@ def test_random_damage_is_always_detected_and_the_older_checkpoint_is_found(
             (second / name).write_bytes(data)
 
 
-@pytest.mark.parametrize("name", FILES[1:])
-def test_a_changed_byte_is_found_only_by_verifying(
-    pair: tuple[Path, Path], name: str, tmp_path: Path
-) -> None:
+def test_a_changed_byte_is_found_only_by_verifying(pair: tuple[Path, Path], tmp_path: Path) -> None:
     folder = shutil.copytree(pair[0].parent, tmp_path / "copy")
-    flip_bit(folder / "step_000002" / name)
+    flip_bit(folder / "step_000002" / "state.json")
     assert find_checkpoint(folder) == folder / "step_000002"
     assert find_checkpoint(folder, verify=True) == folder / "step_000001"
-
-
-def test_a_checkpoint_of_a_newer_version_is_skipped_and_says_what_to_install(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = save(tmp_path / "a"), save(tmp_path / "b")
-    edit_manifest(second, version=2)
-    assert find_checkpoint(tmp_path) == first
-    assert "format version 2, and this hookline reads 1" in caplog.text
-    with pytest.raises(CheckpointError, match="pip install -U hookline"):
-        load_checkpoint(second)
+    for named in (folder / "step_000002", folder / "last"):  # refused, and not replaced
+        with pytest.raises(CheckpointError, match=r"step_000002.state\.json has changed"):
+            find_checkpoint(named, verify=True)
 
 
 # -- which one is the newest ----------------------------------------------------------------------
@@ -159,16 +148,6 @@ def test_the_number_decides_which_is_the_newest_whatever_the_clock_says(tmp_path
     assert find_checkpoint(tmp_path / "last") == tmp_path / "c"
 
 
-def test_a_checkpoint_without_a_number_is_older_than_one_with_a_number(tmp_path: Path) -> None:
-    numbered, *old = (save(tmp_path / name) for name in ("numbered", "old", "older"))
-    edit_manifest(numbered, number=1)
-    for year, path in zip((2030, 2029), old, strict=True):
-        edit_manifest(path, number=None, created=f"{year}-01-01T00:00:00.000000+00:00")
-    assert [path.name for path in scan_checkpoints(tmp_path).complete] == [
-        *("older", "old", "numbered")
-    ]
-
-
 def test_an_emergency_checkpoint_is_found_only_by_name(tmp_path: Path) -> None:
     first = save(tmp_path / "run" / "checkpoints" / "a")
     crashed = save(first.parent / "b", emergency=True)
@@ -179,16 +158,6 @@ def test_an_emergency_checkpoint_is_found_only_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"give its folder: b \(saved after a crash\)"):
         find_checkpoint(tmp_path / "run")
     assert hookline.get_last_checkpoint(tmp_path / "run") is None
-
-
-def test_a_named_checkpoint_that_is_damaged_is_refused_not_replaced(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(pair[0].parent, tmp_path / "copy")
-    flip_bit(folder / "step_000002" / "state.json")
-    for named in (folder / "step_000002", folder / "last"):
-        with pytest.raises(CheckpointError, match=r"step_000002.state\.json has changed"):
-            find_checkpoint(named, verify=True)
 
 
 def test_folders_that_are_not_checkpoints_are_not_called_damaged(

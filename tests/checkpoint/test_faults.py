@@ -24,6 +24,11 @@ from hookline.checkpoint import load_checkpoint
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs mounts of its own (Linux)")
 
 
+def soaked(*values: Any) -> list[Any]:
+    """Return parameters of tests that only `make soak` runs."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
 class At(hookline.Hook):
     """Calls a function once, in a step.
 
@@ -112,7 +117,7 @@ def calls(parent: WarmParent, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 # Not the last tenth: there a training with these few steps has ended, and `finish` goes beyond it.
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("share", [0.6, *soaked(0.3, 0.8)])
 def test_a_kill_between_two_file_operations_leaves_complete_checkpoints(
     parent: WarmParent, whole: Path, calls: list[str], tmp_path: Path, share: float
 ) -> None:
@@ -138,7 +143,7 @@ def train_and_die_before_rename(folder: str, name: str) -> None:
     train(Path(folder))
 
 
-@pytest.mark.parametrize("name", ["epoch=4-step=24", "epoch_0004", "step=28"])
+@pytest.mark.parametrize("name", ["epoch_0004", *soaked("epoch=4-step=24", "step=28")])
 def test_a_kill_between_two_checkpoints_of_one_step_loses_neither(
     parent: WarmParent, whole: Path, tmp_path: Path, name: str
 ) -> None:
@@ -172,7 +177,9 @@ def train_and_die_at_end(folder: str, end: str) -> None:
     train(Path(folder), Die(), **ENDS[end])
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", ["early stopping within an epoch", "the last step", *soaked(*list(ENDS)[1:3])]
+)
 def test_a_run_that_is_killed_at_its_end_ends_in_the_same_way(
     parent: WarmParent, tmp_path: Path, end: str
 ) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from hookline.checkpoint import (
     CheckpointSaver,
     SaveResult,
-    find_checkpoint,
     load_checkpoint,
 )
 
@@ -151,41 +150,6 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "last").read_text() == "b\n"
 
 
-def test_a_newer_save_replaces_the_one_that_is_being_written_but_never_two_in_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch)
-    saver = CheckpointSaver(when_busy="replace")
-    saved(saver, tmp_path / "a", 1)
-    assert gate.reached.wait(20)
-    threading.Timer(0.2, gate.open).start()
-    saved(saver, tmp_path / "b", 2)
-    (result,) = saver.finished()
-    assert (result.requested, result.path, result.replaced) == (tmp_path / "a", None, True)
-    assert result.error is None
-    monkeypatch.undo()
-    saver.wait()
-    saver.finished()
-
-    def request(gate: Gate, name: str) -> None:
-        saved(saver, tmp_path / name)
-        assert gate.reached.wait(20)
-        threading.Timer(0.2, gate.open).start()
-
-    request(Gate(monkeypatch), "c")
-    request(Gate(monkeypatch), "d")  # replaces c
-    saved(saver, tmp_path / "e")  # waits for d
-    saver.wait()
-    assert {r.requested.name: r.replaced for r in saver.finished()} == {
-        "c": True,
-        "d": False,
-        "e": False,
-    }
-    names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == ["b", "d", "e", "last"]
-    assert (tmp_path / "last").read_text() == "e\n"
-
-
 @pytest.mark.parametrize("has_started", [True, False])
 def test_a_signal_while_the_thread_starts_loses_no_save_that_has_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_started: bool
@@ -211,14 +175,6 @@ def test_a_signal_while_the_thread_starts_loses_no_save_that_has_begun(
     saver.close()
     names = sorted(folder.name for folder in tmp_path.glob("step_*"))
     assert names == ["step_1", "step_2"][not has_started :]
-
-
-def test_without_the_background_the_result_is_there_when_save_returns(tmp_path: Path) -> None:
-    saver = CheckpointSaver(background=False)
-    saved(saver, tmp_path / "runs" / "a" / "checkpoints" / "step_1")
-    (result,) = saver.finished()
-    assert result.path == tmp_path / "runs" / "a" / "checkpoints" / "step_1"
-    assert find_checkpoint(tmp_path / "runs" / "a") == result.path
 
 
 @pytest.mark.parametrize("kind", ["emergency", "weights_only"])

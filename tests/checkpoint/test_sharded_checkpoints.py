@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -151,23 +150,3 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_valid_ones_and_the_job_re
     assert {f"end {rank} completed 40" for rank in (0, 1)} <= set(output.splitlines())
     assert not list((run / "checkpoints").glob(".*"))  # what the killed processes left
     assert [path.name for path in (tmp_path / "save_slowly").iterdir()] == [run.name]
-
-
-def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
-    started = time.monotonic()
-    process = start(tmp_path, "be_stopped")
-    pid = int(wait_for(process, "pid").split()[-1])
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        line = wait_for(process, "is behind")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    (tmp_path / "be_stopped" / "go").touch()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "Rank 1 is behind: nothing was heard of it for" in line
-    assert f"process {pid}" in line
-    (run,) = (path for path in (tmp_path / "be_stopped").iterdir() if path.is_dir())
-    events = hookline.open_run(run).events("rank_behind")
-    assert (events[0]["rank"], events[0]["missing"]) == (1, True)
-    assert 2 <= events[0]["seconds"] <= time.monotonic() - started

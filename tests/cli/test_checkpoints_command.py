@@ -2,51 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from commands import run_command, run_hookline
+from commands import run_command, run_hookline, run_in_process
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from hookline.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, set_pointer
+from hookline.checkpoint import CheckpointError, save_checkpoint, set_pointer
 from hookline.checkpoint.export import export_weights
-from hookline.checkpoint.retention import KeepRules
-from hookline.cli.app import main
 from hookline.runs import Run
-from hookline.runs.checkpoint_reader import SavedCheckpoint, choose_kept
 
 
 def checkpoints(
     *arguments: str | int | Path, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, which saves the time of importing torch."""
-    out, err = io.StringIO(), io.StringIO()
-    words = ["hookline", "checkpoints", *map(str, arguments)]
-    with (
-        contextlib.chdir(cwd or Path.cwd()),
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(sys, "argv", words),
-        pytest.raises(SystemExit) as ended,
-    ):
-        main()
-    return subprocess.CompletedProcess(
-        words, int(ended.value.code or 0), out.getvalue(), err.getvalue()
-    )
+    return run_in_process("checkpoints", *arguments, cwd=cwd)
 
 
 def printed(*arguments: str | int | Path, cwd: Path | None = None) -> str:
@@ -173,42 +153,22 @@ def test_a_run_without_checkpoints_is_no_error(tmp_path: Path) -> None:
     assert "contains no checkpoints" in refused("verify", run.path)
 
 
-# -- show -----------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_is_shown_with_its_contents(saved: SavedRun) -> None:
-    text = printed("show", saved.run.id, cwd=saved.root)
-    assert re.search(r"^checkpoint +runs/.*/step_000500$", text, re.MULTILINE)  # not `crash`
-    for line in (
-        rf"run +{saved.run.id}",
-        r"metrics +val/loss 2\.5",
-        r"model\.safetensors +[\d.]+ (bytes|kB) +[0-9a-f]{16}",
-        r"optimizers +1 item",
-        r"hooks +ema",
-        r"step +500",
-        r"numbers +1",
-        r"inner\.weight +bfloat16 +\(3, 3\) +18 bytes",
-        r"embedding\.weight +float32 +\(5, 3\) +60 bytes",
-        r"head\.weight +float32 +\(5, 3\) +tied to embedding\.weight",
-        r"parameters +27",
-    ):
-        assert re.search(f"^{line}$", text, re.MULTILINE), line
+# -- verify ---------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_chosen_by_name_step_pointer_and_folder(saved: SavedRun) -> None:
-    for choice, step in (("best", 200), ("last", 500), ("300", 300), ("step_000400", 400)):
-        found = json.loads(printed("show", saved.run.path, "-c", choice, "--json"))
-        assert found["manifest"]["info"]["step"] == step
-    found = json.loads(printed("show", saved.folder / "crash", "--json"))
-    assert found["manifest"]["info"]["emergency"] is True
-    assert {one["name"]: one["shape"] for one in found["weights"]}["inner.bias"] == [3]
-    error = refused("show", saved.run.path, "--checkpoint", "step_000201")
+    for choice, name in (
+        *(("best", "step_000200"), ("last", "step_000500"), ("300", "step_000300")),
+        ("step_000400", "step_000400"),
+    ):
+        (found,) = json.loads(printed("verify", saved.run.path, "-c", choice, "--json"))
+        assert found["name"] == name
+    (found,) = json.loads(printed("verify", saved.folder / "crash", "--json"))
+    assert found["name"] == "crash"
+    error = refused("verify", saved.run.path, "--checkpoint", "step_000201")
     assert "There is no checkpoint 'step_000201'" in error
     assert "Did you mean 'step_000200'?" in error
     assert "'crash'" in error
-
-
-# -- verify ---------------------------------------------------------------------------------------
 
 
 def test_verifying_names_the_file_that_has_changed(saved: SavedRun, tmp_path: Path) -> None:
@@ -230,129 +190,15 @@ def test_verifying_names_the_file_that_has_changed(saved: SavedRun, tmp_path: Pa
     assert "1 checkpoint verified" in printed("verify", run, "-c", "last")
 
 
-# -- prune ----------------------------------------------------------------------------------------
-
-
-def one(step: int | None, **fields: Any) -> SavedCheckpoint:
-    return SavedCheckpoint(Path(str(step)), step, 0, fields.pop("metrics", {}), "", **fields)
-
-
-def test_rules_about_what_is_kept() -> None:
-    scores = [3.0, 1.0, float("nan"), 2.0, None, 2.0]
-    some = [one(10 * i, metrics={"x": score}) for i, score in enumerate(scores, 1)]
-
-    def kept(*found: SavedCheckpoint, **rules: Any) -> list[int | None]:
-        metric = rules.pop("metric", None)
-        reasons = choose_kept(found, KeepRules(**rules), metric)
-        return [c.step for c, why in zip(found, reasons, strict=True) if why]
-
-    assert kept(*some, last=2) == [50, 60]
-    assert kept(*some, every=20) == [20, 40, 60]
-    assert kept(*some, best=2, metric="x") == [20, 40, 60]  # of equal ones the earlier; the newest
-    assert kept(*some, best=1, metric="x", mode="max") == [10, 60]
-    assert kept(*some, best=9, metric="x") == [10, 20, 40, 60]  # NaN and None are not ranked
-    assert kept(*some, best=1, metric="x", every=30, last=1) == [20, 30, 60]
-    marked = [one(1, is_best=True), one(2, is_last=True), one(3), one(4), one(6, is_emergency=True)]
-    assert kept(*marked, last=1) == [1, 2, 4, 6]
-    assert kept(one(None), one(7), every=1) == [7]
-    late = [one(step) for step in (30, 130, 160, 250, 340, 360)]
-    assert kept(*late, every=100) == [130, 250, 340, 360]  # as training keeps them
-    assert kept(one(5, is_emergency=True), last=1) == [5]
-    weights = [one(step, is_weights_only=True) for step in (3, 4)]
-    assert kept(one(1), one(2), *weights, last=1) == [2, 4]  # a run can resume from 2
-    assert kept(*weights, last=1) == [4]
-
-
-def test_pruning_shows_what_it_would_remove_and_removes_it_with_yes(
-    saved: SavedRun, tmp_path: Path
-) -> None:
-    run = copy_of(saved, tmp_path)
-    folder = run / "checkpoints"
-    (folder / "notes").mkdir()
-    before = sorted(path.name for path in folder.iterdir())
-    rules = ("--keep-last", 1, "--keep-every", 400)
-    text = printed("prune", run, *rules)
-    assert re.search(r"Would remove 2 of 6 checkpoints \([\d.]+ kB\)\. To remove them, add", text)
-    assert re.search(r"step_000100 .* not needed", text)
-    assert re.search(r"step_000400 .* every 400 steps", text)
-    assert re.search(r"crash .* emergency", text)
-    assert sorted(path.name for path in folder.iterdir()) == before
-    would = json.loads(printed("prune", run, *rules, "--json"))
-    assert would["would_remove"] == ["step_000100", "step_000300"]
-    assert "Removed 2 of 6 checkpoints" in printed("prune", run, *rules, "--yes")
-    left = sorted(set(before) - {"step_000100", "step_000300"})
-    assert sorted(path.name for path in folder.iterdir()) == left
-    assert "Removed 0 of 4 checkpoints" in printed("prune", run, *rules, "--yes")
-    best = ("--keep-best", 1, "--metric", "eval/loss", "--mode", "max", "--yes", "--json")
-    assert json.loads(printed("prune", run, *best))["removed"] == ["step_000400"]
-
-
-def test_pruning_removes_nothing_of_anybody_else(saved: SavedRun, tmp_path: Path) -> None:
-    run = copy_of(saved, tmp_path)
-    (run / "checkpoints" / "step_000100" / "notes.txt").write_text("mine")
-    os.truncate(run / "checkpoints" / "step_000300" / "model.safetensors", 10)
-    (run / "checkpoints" / "step_000400" / "manifest.json").unlink()
-    done = run_hookline("checkpoints", "prune", run, "--keep-last", 1, "--yes")
-    assert done.returncode == 1
-    assert "also contains 'notes.txt'" in done.stderr
-    assert "Not removed: 'step_000100'." in done.stderr
-    assert (run / "checkpoints" / "step_000100" / "notes.txt").read_text() == "mine"
-    assert (run / "checkpoints" / "step_000300").is_dir()
-    assert (run / "checkpoints" / "step_000400").is_dir()
-
-
-def test_nothing_is_removed_when_the_newest_is_damaged(saved: SavedRun, tmp_path: Path) -> None:
-    run = copy_of(saved, tmp_path)
-    newer = {"step": 510, "weights_only": True}  # no run resumes from this one
-    save_checkpoint(run / "checkpoints" / "step_000510", model={}, state={}, info=newer)
-    flip_bit(run / "checkpoints" / "step_000500" / "model.safetensors")
-    error = refused("prune", run, "--keep-last", 1, "--yes")
-    assert "step_000500/model.safetensors has changed" in error
-    assert "Nothing was removed" in error
-    assert (run / "checkpoints" / "step_000100").is_dir()
-
-
-def test_a_run_that_is_training_is_not_pruned(tmp_path: Path) -> None:
-    saved = SavedRun(tmp_path, status=None)  # this process is writing it
-    for given in (saved.run.path, saved.folder, saved.folder / "step_000100"):
-        error = refused("prune", given, "--keep-last", 1, "--yes")
-        assert f"The run {saved.run.id} is still training." in error
-    assert "Would remove 3 of 6" in printed("prune", saved.run.path, "--keep-last", 1)
-    assert len(saved.names()) == 6
-    saved.run.close()
-    assert "Removed 3 of 6" in printed("prune", saved.run.path, "--keep-last", 1, "--yes")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), ["at least one rule", "--keep-last"]),
-        (("--keep-best", "2"), ["--keep-best and --metric belong together"]),
-        (("--keep-every", "0"), ["'--keep-every'", "greater than or equal to 1"]),
-        (("--keep-last", "1", "--mode", "least"), ["'least' is not one of 'min', 'max'."]),
-    ],
-)
-def test_bad_rules_are_one_line_that_helps(
-    saved: SavedRun, arguments: tuple[str, ...], words: list[str]
-) -> None:
-    error = refused("prune", saved.run.path, *arguments, code=2)
-    for word in [*words, "See: hookline checkpoints prune --help"]:
-        assert word in error
-
-
 # -- export ---------------------------------------------------------------------------------------
 
 
-def test_an_exported_file_is_plain_safetensors_with_its_sum(
-    saved: SavedRun, tmp_path: Path
-) -> None:
+def test_an_exported_file_is_plain_safetensors(saved: SavedRun, tmp_path: Path) -> None:
     file = tmp_path / "out" / "model.safetensors"
     text = printed("export", saved.run.id, "-c", "best", "-o", file, cwd=saved.root)
     assert re.search(r"^checkpoint +runs/.*/step_000200$", text, re.MULTILINE)
     assert re.search(r"^tied +head\.weight is embedding\.weight$", text, re.MULTILINE)
-    sums = run_command("sha256sum", "-c", "model.safetensors.sha256", cwd=file.parent)
-    assert (sums.returncode, sums.stdout) == (0, "model.safetensors: OK\n")
-    assert sorted(path.name for path in file.parent.iterdir()) == [file.name, f"{file.name}.sha256"]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
     state = saved.model.state_dict()
     loaded = load_file(file)
     assert loaded.keys() == state.keys() - {"head.weight"}
@@ -363,18 +209,6 @@ def test_an_exported_file_is_plain_safetensors_with_its_sum(
     fresh = Tied()
     assert load_model(fresh, file) == (set(), [])
     assert torch.equal(fresh.head.weight, saved.model.head.weight)
-    assert file.stat().st_mode == (file.parent / f"{file.name}.sha256").stat().st_mode
-
-
-def test_an_exported_file_of_torch_loads_with_weights_only(saved: SavedRun, tmp_path: Path) -> None:
-    found = json.loads(
-        printed("export", saved.run.path, "--format", "torch", "--json", cwd=tmp_path)
-    )
-    assert (found["path"], found["tied"]) == ("step_000500.pt", {})
-    fresh = Tied()
-    fresh.load_state_dict(torch.load(tmp_path / "step_000500.pt", weights_only=True))
-    state = saved.model.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in fresh.state_dict().items())
 
 
 def test_a_file_is_replaced_only_when_asked(saved: SavedRun, tmp_path: Path) -> None:
@@ -391,17 +225,12 @@ def test_a_file_is_replaced_only_when_asked(saved: SavedRun, tmp_path: Path) -> 
     assert load_file(file)
 
 
-def test_an_export_changes_no_checkpoint_and_no_other_file(saved: SavedRun, tmp_path: Path) -> None:
+def test_an_export_changes_no_checkpoint(saved: SavedRun, tmp_path: Path) -> None:
     path = saved.folder / "step_000100"
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    for name in ("model.safetensors", "model.pt"):
-        with pytest.raises(CheckpointError, match="is a checkpoint"):
-            export_weights(path, path / name, replace=True)
+    with pytest.raises(CheckpointError, match="is a checkpoint"):
+        export_weights(path, path / "model.safetensors", replace=True)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    (tmp_path / "w.sha256").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"w\.sha256 exists"):
-        export_weights(path, tmp_path / "w")
-    assert [(p.name, p.read_text()) for p in tmp_path.glob("w*")] == [("w.sha256", "mine")]
 
 
 def test_the_average_is_exported_in_the_weights_dtypes(saved: SavedRun, tmp_path: Path) -> None:
@@ -435,11 +264,9 @@ def test_what_a_file_cannot_contain_is_said(tmp_path: Path) -> None:
     assert export_weights(path, tmp_path / "x").left_out == ["layer._extra_state"]
     weights = {"w": torch.ones(2, dtype=torch.complex128)}
     path = save_checkpoint(tmp_path / "b", model=weights, state={}, info={})
-    with pytest.raises(CheckpointError, match=r"torch\.complex128.*'torch'"):
+    with pytest.raises(CheckpointError, match=r"torch\.complex128"):
         export_weights(path, tmp_path / "y")
     assert not (tmp_path / "y").exists()
-    export_weights(path, tmp_path / "y", file_format="torch")
-    assert torch.load(tmp_path / "y", weights_only=True)["w"].dtype is torch.complex128
 
 
 def test_a_failed_export_leaves_nothing(saved: SavedRun, tmp_path: Path) -> None:
@@ -477,9 +304,7 @@ def test_only_exporting_imports_torch(saved: SavedRun) -> None:
     run = str(saved.run.path)
     commands = [
         ["list", run],
-        ["show", run],
         ["verify", run],
-        ["prune", run, "--keep-last", "1"],
     ]
     script = (
         "import sys, hookline.cli.app as app\n"
@@ -493,35 +318,8 @@ def test_only_exporting_imports_torch(saved: SavedRun) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_run_or_metric_is_one_line(saved: SavedRun) -> None:
+def test_an_unknown_run_is_one_line(saved: SavedRun) -> None:
     assert "There is no run 'zzz' in runs." in refused("list", "zzz", cwd=saved.root)
-    error = refused("prune", saved.run.path, "--keep-best", 1, "--metric", "val/los")
-    assert "Did you mean 'val/loss'?" in error
-
-
-KILLED = """
-import os, signal, sys
-import hookline.checkpoint.atomic_files as atomic_files
-remove = atomic_files.remove_locked_folder
-def kill(*given):
-    os.kill(os.getpid(), signal.SIGKILL)
-atomic_files.remove_locked_folder = kill
-from hookline.cli.app import main
-sys.argv = ["hookline", "checkpoints", "prune", sys.argv[1], "--keep-last", "1", "--yes"]
-main()
-"""
-
-
-def test_a_kill_during_pruning_leaves_complete_checkpoints_only(
-    saved: SavedRun, tmp_path: Path
-) -> None:
-    run = copy_of(saved, tmp_path)
-    done = run_command(sys.executable, "-c", KILLED, run)
-    assert done.returncode == -signal.SIGKILL
-    assert "5 checkpoints verified, 0 damaged." in printed("verify", run)
-    save_checkpoint(run / "checkpoints" / "next", model={}, state={}, info={"step": 600})
-    assert not list((run / "checkpoints").glob(".tmp-*"))
-    assert load_checkpoint(run / "checkpoints" / "step_000500").info["step"] == 500
 
 
 def save_steps(folder: Path, *steps: int, **info) -> None:
@@ -535,15 +333,6 @@ def save_steps(folder: Path, *steps: int, **info) -> None:
         )
 
 
-def test_a_link_neither_replaces_the_checkpoint_that_it_names_nor_counts(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3, 4)
-    (tmp_path / "z_newest").symlink_to(tmp_path / "step_4")
-    (tmp_path / "z_good").symlink_to(tmp_path / "step_1")
-    printed("prune", tmp_path, "--keep-last", "2", "--yes")
-    left = sorted(p.name for p in tmp_path.iterdir() if not p.is_symlink())
-    assert left == ["step_1", "step_3", "step_4"]
-
-
 def test_a_step_means_the_checkpoint_that_a_run_can_resume_from(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     save_steps(tmp_path, 2, 3, emergency=True)
@@ -551,4 +340,5 @@ def test_a_step_means_the_checkpoint_that_a_run_can_resume_from(tmp_path: Path) 
         info = {"step": step, "weights_only": True}
         save_checkpoint(tmp_path / f"weights_{step}", model={}, state={}, info=info)
     for step, name in (("1", "step_1"), ("2", "step_2"), ("3", "crash_3"), ("4", "weights_4")):
-        assert json.loads(printed("show", tmp_path, "-c", step, "--json"))["path"].endswith(name)
+        (found,) = json.loads(printed("verify", tmp_path, "-c", step, "--json"))
+        assert found["name"] == name

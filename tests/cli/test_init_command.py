@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ENVIRONMENT, run_command, run_hookline
+from commands import ENVIRONMENT, run_command, run_hookline, run_in_process
 
 FILES = ["hooks.py", "model.py", "test_hooks.py", "train.schema.json", "train.yaml"]
 
@@ -20,13 +20,13 @@ FILES = ["hooks.py", "model.py", "test_hooks.py", "train.schema.json", "train.ya
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("init")
-    done = run_hookline("init", "project", "--slurm", cwd=folder)
+    done = run_in_process("init", "project", "--slurm", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "project"
 
 
 def test_it_writes_a_folder_and_says_what_to_do_next(tmp_path: Path) -> None:
-    done = run_hookline("init", "some/project", cwd=tmp_path)
+    done = run_in_process("init", "some/project", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(one.name for one in (tmp_path / "some" / "project").iterdir()) == FILES
     for line in (*FILES, "cd some/project", "hookline train train.yaml", "python -m pytest"):
@@ -36,7 +36,7 @@ def test_it_writes_a_folder_and_says_what_to_do_next(tmp_path: Path) -> None:
 
 def test_without_a_folder_it_is_this_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    done = run_hookline("init", cwd=tmp_path)
+    done = run_in_process("init", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
     assert "cd " not in done.stdout
@@ -45,7 +45,7 @@ def test_without_a_folder_it_is_this_one(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text("mine")
     (tmp_path / "model.py").write_text("mine")
-    done = run_hookline("init", cwd=tmp_path)
+    done = run_in_process("init", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert (
@@ -56,7 +56,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_it_writes_is_checked_without_complaint(project: Path) -> None:
-    done = run_hookline("check", "train.yaml", cwd=project)
+    done = run_in_process("check", "train.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     assert "loss_spikes, lint" in done.stdout
     assert "findings   none\n" in done.stdout
@@ -65,7 +65,7 @@ def test_what_it_writes_is_checked_without_complaint(project: Path) -> None:
 def test_it_trains_something_real(project: Path) -> None:
     done = run_hookline("train", "train.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
-    runs = json.loads(run_hookline("runs", "--json", cwd=project).stdout)
+    runs = json.loads(run_in_process("runs", "--json", cwd=project).stdout)
     (one,) = [one for one in runs if one["status"] == "completed"]
     lines = Path(project, one["path"], "metrics.jsonl").read_text().splitlines()
     losses = [m["value"] for m in map(json.loads, lines) if m["name"] == "val/loss"]
@@ -99,7 +99,7 @@ def test_what_is_commented_out_in_the_file_is_valid_too(project: Path) -> None:
     full = "\n".join(lines)
     assert len(yaml.safe_load(full)["hooks"]) == 7
     (project / "full.yaml").write_text(full)
-    done = run_hookline("check", "full.yaml", cwd=project)
+    done = run_in_process("check", "full.yaml", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     for name in ("early_stopping", "gradient_monitor", "ema (disabled)", "CosineAnnealingLR"):
         assert name in done.stdout
@@ -130,10 +130,10 @@ def wait_for(what: str, log: Path, job: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="the job is for Slurm")
 def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    assert run_hookline("init", ".", "--slurm", cwd=tmp_path).returncode == 0
+    assert run_in_process("init", ".", "--slurm", cwd=tmp_path).returncode == 0
     assert os.access(tmp_path / "job.sh", os.X_OK)
     log = tmp_path / "log"
     job = start(tmp_path, log)
@@ -146,13 +146,13 @@ def test_a_job_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -
     text = log.read_text()
     assert "completed after " in text
     assert "epoch 1/3" not in text  # it went on
-    (run,) = json.loads(run_hookline("runs", "--json", cwd=tmp_path).stdout)
+    (run,) = json.loads(run_in_process("runs", "--json", cwd=tmp_path).stdout)
     assert (run["status"], run["steps"]) == ("completed", 327)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the job is for Slurm")
 def test_a_job_whose_time_runs_out_goes_back_into_the_queue(tmp_path: Path) -> None:
-    assert run_hookline("init", ".", "--slurm", cwd=tmp_path).returncode == 0
+    assert run_in_process("init", ".", "--slurm", cwd=tmp_path).returncode == 0
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in {

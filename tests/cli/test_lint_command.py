@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ENVIRONMENT, HOOKLINE
+from commands import ENVIRONMENT, HOOKLINE, call_hookline
 from warm_processes import run_warm
 
 SCRIPT = """
@@ -58,13 +58,16 @@ def lint(
 
 
 def test_a_bug_is_printed_with_its_fix_and_the_exit_code_is_1(tmp_path: Path) -> None:
-    write(tmp_path, "pass")
-    done = lint(tmp_path)
+    write(tmp_path, "pass", steps=5, after="step == 5 and sys.exit(7)")
+    done = lint(tmp_path, "--runs", "kept")
     assert done.returncode == 1, done.stderr
     assert f"Lint: error {CHECK} at step 3: SGD\n    Before backward" in done.stderr
     assert "\n    Fix: Call optimizer.zero_grad() in each step" in done.stderr
     assert " checks, 1 finding, 1 error.\n    Left out: " in done.stderr
     assert done.stderr.count(CHECK) == 1
+    [run] = (tmp_path / "kept").iterdir()
+    assert (run / "report.html").exists()
+    assert f"run kept/{run.name}" in done.stderr
 
 
 def test_only_the_number_of_steps_is_trained_and_no_path_is_shown(tmp_path: Path) -> None:
@@ -80,28 +83,13 @@ def test_only_the_number_of_steps_is_trained_and_no_path_is_shown(tmp_path: Path
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_bug_counts_more_than_the_end_of_the_script(tmp_path: Path) -> None:
-    write(tmp_path, "pass", steps=5, after="step == 5 and sys.exit(7)")
-    assert lint(tmp_path).returncode == 1
-
-
-def test_with_a_folder_the_run_and_its_report_stay(tmp_path: Path) -> None:
-    write(tmp_path, "pass")
-    done = lint(tmp_path, "--runs", "kept", "--steps", "5")
-    assert done.returncode == 1, done.stderr
-    [run] = (tmp_path / "kept").iterdir()
-    assert (run / "report.html").exists()
-    assert f"run kept/{run.name}" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "code"),
     [
-        ("print('hello')", 2),
         ("import torch; torch.optim.SGD([torch.zeros(1)])", 2),
         ("raise SystemExit(5)", 5),
     ],
-    ids=["no torch", "no step", "ends before"],
+    ids=["no step", "ends before"],
 )
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path, text: str, code: int) -> None:
     (tmp_path / "train.py").write_text(text)
@@ -113,11 +101,10 @@ def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path, text: str, code
 @pytest.mark.parametrize(
     ("after", "code"),
     [
-        ("step == 4 and sys.exit(7)", 7),
         ("step == 4 and os.kill(os.getpid(), 9)", 137),
-        ("step == 4 and 1 / 0", 1),
+        pytest.param("step == 4 and 1 / 0", 1, marks=pytest.mark.soak),
     ],
-    ids=["exit", "killed", "exception"],
+    ids=["killed", "exception"],
 )
 def test_a_script_that_fails_passes_its_code_on(tmp_path: Path, after: str, code: int) -> None:
     write(tmp_path, after=after)
@@ -142,26 +129,25 @@ def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
 
 def test_checks_are_chosen_by_name(tmp_path: Path) -> None:
     write(tmp_path, "pass")
-    done = lint(tmp_path, "--ignore", CHECK, "--steps", "5")
-    assert done.returncode == 0
-    assert f"Left out: {CHECK} (ignored)." in done.stderr
     done = lint(tmp_path, "--only", CHECK, "--steps", "5")
     assert done.returncode == 1
     assert "hookline: 1 checks, 1 finding" in done.stderr
 
 
-@pytest.mark.parametrize("option", ["--only", "--ignore"])
-def test_an_unknown_check_is_named_with_a_suggestion(tmp_path: Path, option: str) -> None:
-    write(tmp_path)
-    done = lint(tmp_path, option, "gradient-not-zeroed")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no check 'gradient-not-zeroed'" in done.stderr
-    assert f"Did you mean '{CHECK}'?" in done.stderr
-
-
-def test_a_command_that_cannot_be_run_is_wrong_usage(tmp_path: Path) -> None:
-    assert lint(tmp_path, command=("no-such-program",)).returncode == 2
-    assert lint(tmp_path, command=(sys.executable, "-I")).returncode == 2  # it would see nothing
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--only", "gradient-not-zeroed", "--", "python"], f"Did you mean '{CHECK}'?"),
+        (["--", "no-such-program"], "There is no program 'no-such-program'"),
+        (["--", sys.executable, "-I", "train.py"], "-I ignores what Hookline adds"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_is_run(
+    tmp_path: Path, words: list[str], problem: str
+) -> None:
+    code, output = call_hookline("lint", *words, cwd=tmp_path)
+    assert code == 2
+    assert problem in output
 
 
 def test_ctrl_c_ends_the_script_and_the_command(tmp_path: Path) -> None:

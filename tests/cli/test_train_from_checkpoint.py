@@ -11,9 +11,7 @@ import typer
 from commands import ENVIRONMENT, HOOKLINE, run_hookline
 
 import hookline
-from hookline.checkpoint import save_checkpoint
 from hookline.cli.app import app
-from hookline.config_files.resuming import find_fork
 
 PROJECT = """
 import os, torch
@@ -138,10 +136,3 @@ def test_a_preempted_run_exits_as_the_signal_would(project: Path) -> None:
         "hookline: Preempted by SIGTERM after step 3. To resume: hookline train "
         f"net.py:make_trainer lr=0.2 --resume {path.name}\n"
     )
-
-
-def test_a_step_means_the_checkpoint_that_a_run_can_resume_from(tmp_path: Path) -> None:
-    kinds = {"step_2": {}, "crash_2": {"emergency": True}, "weights_2": {"weights_only": True}}
-    for name, info in kinds.items():
-        save_checkpoint(tmp_path / name, model={}, state={}, info={"step": 2, **info})
-    assert find_fork(None, f"{tmp_path}@2") == tmp_path / "step_2"

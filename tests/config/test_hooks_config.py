@@ -6,7 +6,7 @@ import pytest
 from loops import batches, make
 
 import hookline
-from hookline import GenericTrainer, HooksConfig, Trainer, TrainerConfig, get_trainer
+from hookline import GenericTrainer, HooksConfig, TrainerConfig, get_trainer
 from hookline.config.hook_names import BUILT_INS, load_hook_class
 from hookline.options import get_options
 
@@ -185,14 +185,6 @@ def test_every_built_in_explains_its_purpose_its_options_and_its_cost(name):
     assert [one.name for one in get_options(kind).values() if not one.text] == []
     assert hookline.HookManager  # and it is public
     assert getattr(hookline, kind.__name__) is kind
-
-
-def test_a_trainer_config_passes_them_on(tmp_path):
-    hooks = {"enable_lr_monitor": True, "settings": {"max_failures": 1}}
-    trainer = Trainer({"hooks": hooks, "runs": tmp_path, "progress": "off"}, *make())
-    trainer.add_hook(Fails())
-    trainer.fit(batches(3))
-    assert trainer.hooks.summary().failures == {"fails": 1}
 
 
 def test_the_settings_of_hooks_are_validated_like_all_fields() -> None:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from typing import ClassVar
 
 import pytest
 import torch
 from loops import batches, make
-from packages import describe_package
 
 import hookline
 from hookline import ConfigError, HooksConfig, Trainer, TrainerConfig
 from hookline.config.hook_items import make_hook
 from hookline.config.hook_names import (
-    PROBES,
-    known_hooks,
     load_class,
-    load_hook_class,
 )
 from hookline.config.registry import HookRegistry
 
@@ -114,10 +109,6 @@ def test_a_configuration_without_hooks_is_an_empty_registry(config):
     assert HookRegistry(config).list_hooks() == []
 
 
-def test_a_whole_configuration_may_be_given():
-    assert HookRegistry({"model": {"width": 3}, "hooks": {"loop": ["ema"]}}).list_hooks() == ["ema"]
-
-
 def test_it_takes_what_a_manager_takes():
     settings = hookline.HookSettings(max_failures=1)
     changes = []
@@ -139,14 +130,6 @@ def test_the_settings_of_a_hooks_config_are_used_unless_others_are_given():
     config = HooksConfig(continue_on_hook_error=False)
     assert HookRegistry(config).settings.isolate is False
     assert HookRegistry(config, settings=hookline.HookSettings()).settings.isolate is True
-
-
-def test_disabled_hooks_are_kept_and_listed_with_their_status():
-    registry = HookRegistry(CONFIG)
-    status = {one.name: one.status for one in registry.describe()}
-    assert status["looks"] == "disabled"
-    assert status["second"] == "enabled"
-    assert "looks" in registry.list_hooks()
 
 
 def test_schedules_and_places_belong_to_the_registration():
@@ -243,22 +226,7 @@ def test_several_mistakes_are_said_at_once_and_nothing_is_registered():
     assert registry._removed == before
 
 
-def test_more_hooks_can_be_added_from_a_configuration_later():
-    registry = HookRegistry()
-    assert registry.add_configured({"update": [TIMES, PLUS]}) == ["times", "plus"]
-    assert registry.add_configured([PLUS]) == ["plus_2"]
-
-
 # -- names ----------------------------------------------------------------------------------------
-
-
-def test_probes_get_the_names_they_are_listed_under():
-    needs = {
-        "monitor": {"modules": "*"},
-        "edit": {"modules": "*", "value": 0.0, "enable_intervention": True},
-    }
-    registry = HookRegistry({"probes": [{"name": name, **needs.get(name, {})} for name in PROBES]})
-    assert sorted(registry.list_hooks()) == sorted(PROBES)
 
 
 @pytest.mark.parametrize(
@@ -280,61 +248,6 @@ def test_a_module_with_an_error_of_its_own_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"'half_written' could not be imported \(SyntaxError"):
         load_class("half_written.Hook")
-
-
-# -- installed packages ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def installed(site, monkeypatch):
-    monkeypatch.syspath_prepend(site)
-    yield
-    sys.modules.pop("acme_hooks", None)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_package_adds_hooks_by_being_installed(tmp_path):
-    registry = HookRegistry(
-        {"loop": [{"name": "loss_ceiling", "ceiling": 0.0}], "update": ["gradient_sign"]}
-    )
-    assert registry.list_hooks() == ["loss_ceiling", "gradient_sign"]
-    assert known_hooks()["loss_ceiling"].package == "acme-hooks"
-    fields = HooksConfig(
-        hook_classes=["loss_ceiling", "gradient_sign"],
-        hook_configs={"loss_ceiling": {"ceiling": 0.0}},
-    )
-    config = TrainerConfig(runs=tmp_path, progress="off", hooks=fields)
-    trainer = Trainer(config, *make(), loss_fn=torch.nn.functional.mse_loss).fit(batches(5))
-    assert (trainer.status, trainer.step) == ("stopped", 1)
-
-
-@pytest.mark.usefixtures("installed")
-def test_a_packages_hook_is_called_as_its_entry_point_is():
-    registry = HookRegistry(["loss_ceiling", "loss_ceiling"])
-    assert registry.list_hooks() == ["loss_ceiling", "loss_ceiling_2"]
-
-
-def test_a_built_in_keeps_its_name(tmp_path, monkeypatch):
-    describe_package(tmp_path, "rival", {"ema": f"{__name__}:Scheduled"})
-    monkeypatch.syspath_prepend(tmp_path)
-    assert load_hook_class("ema") is hookline.EMA
-    assert known_hooks()["ema"].package == "hookline"
-
-
-def test_a_name_of_two_packages_is_an_error_with_the_class_paths(tmp_path, monkeypatch):
-    describe_package(tmp_path, "one", {"same": f"{__name__}:Scheduled"})
-    describe_package(tmp_path, "two", {"same": f"{__name__}:Times"})
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="Several packages have a hook 'same'") as error:
-        load_hook_class("same")
-    assert f"'{__name__}.Scheduled', '{__name__}.Times'" in str(error.value)
-
-
-def test_an_entry_point_that_is_no_hook_is_an_error_that_names_the_package(tmp_path, monkeypatch):
-    describe_package(tmp_path, "odd-one", {"odd": "os.path:join"})
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="'odd' is not a hook"):
-        load_hook_class("odd")
 
 
 # -- toggles --------------------------------------------------------------------------------------
@@ -402,37 +315,6 @@ def test_forward_hooks_get_what_they_ask_for_besides():
         registry.call_forward_hooks(torch.ones(2), stepp=1)
 
 
-def test_updates_chain_and_the_given_mapping_stays_as_it_is():
-    registry = HookRegistry({"update": [PLUS, TIMES]})
-    gradients = {"w": torch.ones(2), "unused": None}
-    result = registry.call_update_hooks(gradients)
-    assert result["w"].tolist() == [4.0, 4.0]
-    assert result["unused"] is None
-    assert gradients["w"].tolist() == [1.0, 1.0]
-    assert HookRegistry().call_update_hooks(gradients) == gradients
-
-
-def test_built_in_updates_transform_by_hand_too():
-    registry = HookRegistry(
-        {
-            "update": [
-                {"name": "clip_norm", "max_norm": 1.0},
-                {"name": "mask", "patterns": ["first.bias"]},
-                "noise",
-            ]
-        }
-    )
-    registry.disable_hook("noise")
-    model, _ = make()
-    gradients = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    result = registry.call_update_hooks(gradients, model=model)
-    assert result["first.bias"].abs().max() == 0
-    total = torch.stack([g.square().sum() for g in result.values()]).sum()
-    assert 0.8 < total < 1.0
-    registry.enable_hook("noise")
-    assert registry.call_update_hooks(result, model=model)["first.bias"].abs().max() > 0
-
-
 def test_an_update_may_leave_out_gradients_or_put_them_into_the_mapping():
     def one(gradients):
         return {"a": gradients["a"] * 2}
@@ -491,36 +373,6 @@ def test_a_trainer_takes_a_configuration_of_its_hooks():
 
 def quiet() -> TrainerConfig:
     return TrainerConfig(runs=None, progress="off")
-
-
-def registered() -> HookRegistry:
-    """A registry with placed, scheduled, renamed, strict and disabled hooks."""
-    return HookRegistry(
-        {
-            "hooks": {
-                "loop": [
-                    {"name": "lr_monitor", "as": "rates", "every": 2},
-                    "early_stopping",
-                    {"name": "console_log", "before": "rates", "enabled": False},
-                    {"name": "json_log", "before": "console_log", "strict": True},
-                ],
-                "forward": [{"name": "activation_stats", "log_interval": 1, "from_epoch": 1}],
-                "update": ["identity", {"name": "scale", "factor": 0.5, "sample_rate": 0.5}],
-            }
-        }
-    )
-
-
-def registrations(hooks: hookline.HookManager) -> list[tuple[object, ...]]:
-    return [(info.name, info.kind, info.status, info.schedule) for info in hooks.describe()]
-
-
-def test_a_trainer_takes_a_registry():
-    registry = registered()
-    model, optimizer = make()
-    trainer = Trainer(quiet(), model, optimizer, hooks=registry)
-    assert registrations(trainer.hooks) == registrations(registry)
-    assert trainer.hooks.get_hook("rates") is registry.get_hook("rates")
 
 
 def test_a_trainers_mapping_has_hooks_as_a_file_has_them():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -163,14 +162,9 @@ def test_yaml_is_read_by_its_newer_rules(tmp_path: Path, text: str, value: Any) 
         assert parse_override(f"x={text}") == (("x",), value)
 
 
-def test_keys_are_words_in_yaml_too(tmp_path: Path) -> None:
-    assert read(tmp_path, "a.yaml", "{on: 1, 2: 3, null: 4}").values == {"on": 1, "2": 3, "null": 4}
-
-
-def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
-    text = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\n"
-    values = read(tmp_path, "a.yaml", text).values
-    assert values == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}
+def test_keys_are_words_and_anchors_work(tmp_path: Path) -> None:
+    values = read(tmp_path, "a.yaml", "{on: &a [1], 2: *a, null: 4}").values
+    assert values == {"on": [1], "2": [1], "null": 4}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +176,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ("a.yaml", "a: !!int x", ["a.yaml:1:", "'x' is not a valid int"]),
         ("a.yaml", "[1, 2]", ["[1, 2]", "expected a mapping"]),
         ("a.yaml", "? [1]\n: 2", ["a.yaml:1:", "A key is a list"]),
+        ("a.yaml", "a: &a {x: 1}\nb: {<<: *a}", ["a.yaml:2:", "`<<` is not supported"]),
         ("a.yaml", "a: &a [*a]", ["nested more than 40"]),
         ("a.yaml", "a: " + "[" * 5000, ["nested more than 40"]),
         ("a.yaml", "a: \x00", ["Not valid YAML"]),
@@ -221,9 +216,7 @@ def test_yaml_knows_the_line_of_a_key(tmp_path: Path) -> None:
     ("text", "value"),
     [
         ("${LR}", 0.5),
-        ("${NAME}", "web"),
         ("${LR:3}", 0.5),
-        ("${NONE:3}", 3),
         ("${NONE:true}", True),
         ("${NONE:}", ""),
         ("${NONE:a:b}", "a:b"),
@@ -317,7 +310,10 @@ def test_references_see_included_files_and_overrides(tmp_path: Path) -> None:
         ),
         ("m: [1]\nx: ${m.1}", "a.yaml:2: x: There is no key 'm.1'."),
         ("x: ${env:x}", "a.yaml:1: x: There is no environment variable 'x'."),
-        ("m: [1]\nx: a ${m}", "a.yaml:2: x: ${m} is a list, which cannot be a part of a text."),
+        (
+            "m: [1]\nx: a ${m}",
+            "a.yaml:2: x: ${m} is no single value, which cannot be a part of a text.",
+        ),
         ("x: ${}", "a.yaml:1: x: '${}' is not a reference."),
         ("x: ${a", "a.yaml:1: x: '${' is not a reference."),
     ],
@@ -332,18 +328,14 @@ def test_a_reference_that_cannot_be_resolved_is_said_once_with_its_line(
 
 
 @pytest.mark.parametrize(
-    ("first", "again", "said"),
-    [
-        ("[1, 2]", "['${a{0}}', '${a{0}}']", "more than 20,000 values"),
-        ("x" * 1000, "'${a{0}}${a{0}}'", "more than 1,000,000 characters"),
-        ("1", "['${a{0}}']", "more than 40 levels deep"),
-    ],
+    ("first", "again"),
+    [("[1, 2]", "['${a{0}}', '${a{0}}']"), ("x" * 1000, "'${a{0}}${a{0}}'"), ("1", "['${a{0}}']")],
 )
 def test_references_that_would_fill_the_memory_are_an_error(
-    tmp_path: Path, first: str, again: str, said: str
+    tmp_path: Path, first: str, again: str
 ) -> None:
     lines = [f"a0: {first}", *(f"a{i + 1}: {again.replace('{0}', str(i))}" for i in range(60))]
-    assert said in wrong(tmp_path, "a.yaml", "\n".join(lines))
+    assert "References lead to more than 20,000" in wrong(tmp_path, "a.yaml", "\n".join(lines))
 
 
 # -- includes -------------------------------------------------------------------------------------
@@ -500,11 +492,6 @@ def test_a_file_with_the_name_of_another_module_does_not_make_it_trusted(project
     (project / "yaml").mkdir()  # Python would import the installed one
     assert "is not trusted" in refused(project, "loss_fn=json.dumps")
     assert "is not trusted" in refused(project, "loss_fn=yaml.safe_load")
-
-
-def test_the_project_may_use_what_it_imports(project: Path) -> None:
-    (project / "parts.py").write_text("from operator import sub\n")
-    assert load(project, "loss_fn=parts.sub").trainer.loss_fn is operator.sub
 
 
 def test_two_projects_may_have_modules_of_the_same_name(tmp_path: Path) -> None:
@@ -734,12 +721,6 @@ def test_hooks_are_registered_as_the_file_says(project: Path) -> None:
     }
 
 
-def test_probes_for_modules_that_are_not_there_are_an_error(project: Path) -> None:
-    said = refused(project, "hooks={probes: [{name: monitor, modules: [frist]}]}")
-    assert "hooks.probes.0" in said
-    assert "frist" in said
-
-
 def test_steps_alone_train_for_so_many_steps(project: Path) -> None:
     assert load(project, "trainer.max_steps=5").fit().step == 5
 
@@ -774,8 +755,6 @@ def test_the_hash_of_a_training_does_not_depend_on_how_it_is_written(project: Pa
     "setting",
     [
         "model.init_args.width=5",
-        "optimizer.init_args.lr=0.2",
-        "trainer.max_epochs=2",
         "trainer.max_steps=1",
         "hooks=[lr_monitor]",
         "seed=1",
@@ -961,18 +940,13 @@ def test_hookline_itself_imports_no_yaml_and_no_pydantic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "metric"),
+    ("hook", "metric", "override", "reason"),
     [
-        ("{name: early_stopping}", "val/loss"),
-        ("{name: model_checkpoint, monitor: val/loss}", "val/loss"),
-        ("{name: model_checkpoint, monitor: eval/loss, every_n_steps: 2}", "eval/loss"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("data.val=null", "give val_loaders to fit(), or data.val in a config file."),
-        ("trainer.validate_every_epochs=null", "validate_every_steps are None: set one of them."),
+        ("{name: early_stopping}", "val/loss", "data.val=null", "give val_loaders to fit(), or"),
+        (
+            "{name: model_checkpoint, monitor: eval/loss, every_n_steps: 2}",
+            *("eval/loss", "trainer.validate_every_epochs=null", "set one of them."),
+        ),
     ],
 )
 def test_a_hook_without_the_validation_that_it_needs_is_an_error(
@@ -991,35 +965,6 @@ def test_a_scheduler_without_the_validation_that_it_needs_is_an_error(project: P
     with pytest.raises(hookline.TrainingError, match="ReduceLROnPlateau needs the metric 'val/lo"):
         dry_run(load(project, scheduler))
     assert dry_run(load(project, scheduler, "data.val=net.batches"))["schedulers"]
-
-
-@pytest.mark.parametrize("name", ["max_steps", "max_epochs"])
-def test_a_check_says_that_a_limit_of_0_trains_nothing(project: Path, name: str) -> None:
-    training = load(project, more=f"trainer:\n  {name}: 0\n")
-    with pytest.raises(FileError) as error:
-        dry_run(training)
-    assert f"more.yaml:3: trainer.{name}: It is 0, so nothing would be trained." in str(error.value)
-    assert "Expected 1 or more, or null" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("hook", "place"),
-    [
-        ("- name: early_stopping\n  monitor: val/los", "more.yaml:3: hooks.0"),
-        (
-            "- lr_monitor\n- name: model_checkpoint\n  init_args:\n    monitor: val/los",
-            "more.yaml:4: hooks.1",
-        ),
-    ],
-)
-def test_a_monitored_metric_that_does_not_exist_is_named_with_file_and_line(
-    project: Path, hook: str, place: str
-) -> None:
-    with pytest.raises(FileError) as error:
-        dry_run(load(project, "data.val=net.batches", more=f"hooks:\n{hook}\n"))
-    said = str(error.value)
-    assert f"{place}: " in said
-    assert "monitors the metric 'val/los', which is missing. Did you mean 'val/loss'?" in said
 
 
 def test_a_hook_that_may_do_without_validation_passes(project: Path) -> None:

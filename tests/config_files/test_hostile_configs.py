@@ -441,14 +441,14 @@ def aliases_that_multiply(stranger: Stranger) -> list[str]:
     return stranger.write("\n".join(lines))
 
 
-@attack("more than")
+@attack("not supported")
 def merge_keys_that_multiply(stranger: Stranger) -> list[str]:
     lines = ["a0: &a0 {x: 1, y: 2}"]
     lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 30)]
     return stranger.write("\n".join([*lines, *(f"c{i}: *a29" for i in range(9_000))]))
 
 
-@attack("merges itself")
+@attack("not supported")
 def merge_key_of_itself(stranger: Stranger) -> list[str]:
     return stranger.write("a: &a {<<: *a}\n")
 

@@ -383,9 +383,6 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"(?s)lacks '0.weight'.*SGD in the checkpoint"):
         session.load_checkpoint(tmp_path / "saved")
     assert same(weights(other), before)
-    start = session.load_checkpoint(tmp_path / "saved", strict=False)
-    assert start is not None
-    assert session.step == 1
 
 
 def test_a_checkpoint_that_is_asked_for_within_a_step_waits_for_its_end(tmp_path: Path) -> None:

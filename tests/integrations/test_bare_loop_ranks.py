@@ -16,16 +16,6 @@ def test_numbers_events_and_decisions_are_those_of_one_process(tmp_path: Path) -
     assert run_ranks("distributed_loops.py", tmp_path).count("fine") == 2
 
 
-def test_a_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
-    assert run_ranks("stuck_rank.py", tmp_path).count("fine") == 2
-    (run,) = tmp_path.iterdir()
-    events = hookline.open_run(run).events()
-    named = {(e["rank"], e["batch"], e["stage"]) for e in events if e["kind"] == "rank_behind"}
-    expected = {(1, 2, "before forward"), (0, 4, "forward or loss"), (1, 6, "forward or loss")}
-    assert expected <= named
-    assert "ranks_together" in [e["kind"] for e in events]
-
-
 def train_alone(folder: Path) -> None:
     """Save a checkpoint of one process."""
     model = Noisy()

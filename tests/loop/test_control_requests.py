@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loops import Net, batches, config, fit, run_on_two_ranks, same, weights
+from loops import Net, batches, config, fit, make, same, weights
 
 import hookline
 from hookline import Trainer
@@ -116,35 +116,13 @@ def test_parameters_that_join_an_optimizer_while_training_are_zeroed_too():
     assert gradients == [0, 0, 0, 0]
 
 
-ONE_RUN_PER_RANK = """
-import os, torch, hookline
-if os.environ.get("WITH_GROUP"):
-    torch.distributed.init_process_group("gloo")
-    del os.environ["WORLD_SIZE"]
-model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-batch = (torch.ones(2, 4), torch.ones(2, 2))
-try:
-    hookline.Trainer({"runs": RUNS, "strategy": "single"}, model, optimizer)
-except hookline.TrainingError as error:
-    print(str(error).replace("\\n", " "), flush=True)
-"""
+def test_several_processes_are_an_error_for_the_strategy_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(hookline.TrainingError, match=r"runs in 2 processes.*Use strategy='ddp'"):
+        Trainer({"runs": tmp_path / "runs", "strategy": "single"}, *make())
+    assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("with_group", [False, True], ids=["environment", "process_group"])
-def test_several_processes_are_an_error_for_the_strategy_of_one(tmp_path, monkeypatch, with_group):
-    if with_group:
-        monkeypatch.setenv("WITH_GROUP", "1")
-    runs = tmp_path / "runs"
-    script = ONE_RUN_PER_RANK.replace("RUNS", repr(str(runs)))
-    printed = run_on_two_ranks(script, tmp_path)
-    assert printed.count("this script runs in 2 processes") == 2
-    assert "Use strategy='ddp'" in printed
-    assert not runs.exists()
-
-
-@pytest.mark.parametrize("size", ["1", ""])
-def test_one_process_under_torchrun_trains(monkeypatch, size):
-    monkeypatch.setenv("WORLD_SIZE", size)
+def test_one_process_under_torchrun_trains(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
     assert fit().step == 4

@@ -114,7 +114,7 @@ def test_a_forked_process_that_trains_on_calls_no_hooks_and_writes_nothing(name,
     assert read_record(tmp_path / "forked") == read_record(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("name", ["trainer", "bare loop", "transformers", "ignite"])
+@pytest.mark.parametrize("name", ["trainer", "bare loop"])
 def test_a_forked_process_that_exits_does_not_end_the_parents_run(name, tmp_path):
     fork = run_and_fork(name, tmp_path, end_with_system_exit)
     assert fork.exit_code == 7

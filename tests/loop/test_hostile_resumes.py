@@ -79,11 +79,10 @@ def test_another_training_is_one_error_with_all_differences(run: Path, name: str
     assert [text for text in expected if text not in message] == []
 
 
-@pytest.mark.parametrize("other", [torch.optim.SGD, torch.optim.Adam])
-def test_another_optimizer_is_found_in_checkpoints_without_classes(run: Path, other: Any) -> None:
+def test_another_optimizer_is_found_in_checkpoints_without_classes(run: Path) -> None:
     change_state(newest(run), lambda tree: tree["state"].pop("classes") and None)
-    message = refused(run, make_trainer(run.parent, optimizer=other), resume_from=run)
-    assert "optimizer 0: group 0 has" in message
+    message = refused(run, make_trainer(run.parent, optimizer=torch.optim.SGD), resume_from=run)
+    assert "optimizer 0: group 0 differs: it has no 'momentum' in the checkpoint" in message
 
 
 # -- a hostile state ------------------------------------------------------------------------------
@@ -144,30 +143,10 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a learning rate that is a text": at(*GROUP, "lr", value="0.1"),
     "a learning rate that is a list": at(*GROUP, "lr", value=[0.1]),
     "no learning rate": without(*GROUP, "lr"),
-    "three betas": at(*GROUP, "betas", value={"$": "tuple", "v": [0.9, 0.9, 0.9]}),
-    "a learning rate that is NaN": at(*GROUP, "lr", value=NAN),
     "a learning rate that is None": at(*GROUP, "lr", value=None),
-    "a learning rate that is a tensor": at(*GROUP, "lr", value=TENSOR),
-    "a rate above the range of float32": at(
-        *GROUP, "betas", value={"$": "tuple", "v": [0.9, 1e300]}
-    ),
-    "an average that is a boolean": at("optimizers", 0, "state", 0, "exp_avg", value=True),
-    "an average that is missing": at("optimizers", 0, "state", 0, "exp_avg", value=None),
-    "an option above 64 bits": at(*GROUP, "eps", value={"$": "int", "v": hex(1 << 70)}),
-    "an EMA that is a number": at("hooks", "ema", "averages", "first.weight", value=1),
-    "an EMA of an unknown weight": at("hooks", "ema", "averages", "other", value=TENSOR),
-    "an EMA of another shape": at("hooks", "ema", "averages", "first.weight", value=TENSOR),
-    "parameters of other numbers": at(*GROUP, "params", value=[0, 0, 0, 0]),
     "a group without parameters": without(*GROUP, "params"),
     "a state of a parameter that is a text": at("optimizers", 0, "state", 0, value="x"),
-    "a state without averages": at("optimizers", 0, "state", 0, value={"step": 1.0}),
     "a state of other shapes": at("optimizers", 0, "state", 0, "exp_avg", value=TENSOR),
-    "a scheduler with a method": at("schedulers", 0, "step", value=1),
-    "a scheduler whose rates are texts": at("schedulers", 0, "base_lrs", value=["x"]),
-    "a scheduler that divides by zero": at("schedulers", 0, "step_size", value=0),
-    "a scheduler whose factor is NaN": at("schedulers", 0, "gamma", value=NAN),
-    "a scheduler of more groups": at("schedulers", 0, "base_lrs", value=[0.1, 0.1]),
-    "a scheduler with an optimizer": at("schedulers", 0, "optimizer", value=1),
     "a scheduler whose count is a text": at("schedulers", 0, "last_epoch", value="x"),
     "random states of a wrong size": at("position", "now", "torch", value=TENSOR),
     "no random states": at("position", "now", value={}),
@@ -184,10 +163,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a pass without indices": without(*PASS, "indices"),
     "a pass with generators missing": at(*PASS, "start", "generators", value=[]),
     "a pass with other random states": at(*PASS, "indices", "first", "random", value={}),
-    "indices that do not exist": at(*PASS, "indices", "recent", value=[[10**9]]),
-    "indices that are mappings": at(*PASS, "indices", "recent", value=[{"a": 1}]),
     "a negative number of indices": at(*PASS, "indices", "drawn", value=-1),
-    "a seed of workers that is none": at(*PASS, "worker_seed", value=TENSOR),
     "gradients of other optimizers": at("pending_gradients", value=[None, None]),
     "gradients of other shapes": at("pending_gradients", value=[[TENSOR]]),
     "a hook's state that is a text": at("hooks", "model_checkpoint", value="x"),
@@ -218,24 +194,17 @@ def test_a_hostile_state_changes_nothing(run: Path, name: str) -> None:
     assert len(message) < 5000
 
 
-NOT_LOADED = ("no position", "a state without averages", "random states of a wrong size")
+NOT_LOADED = ("no position", "a state of other shapes", "random states of a wrong size")
 
 
 @pytest.mark.parametrize("name", NOT_LOADED)
-@pytest.mark.parametrize("how", ["auto", "fork", "not strict"])
+@pytest.mark.parametrize("how", ["auto", "fork"])
 def test_other_ways_to_start_change_nothing_either(run: Path, name: str, how: str) -> None:
     HOSTILE[name](newest(run))
     if how == "auto":
-        trainer = make_trainer(run.parent, Fail())
-        refused(run, trainer, resume_from="auto")
-    elif how == "fork":
+        refused(run, make_trainer(run.parent, Fail()), resume_from="auto")
+    else:
         refused(run, make_trainer(run.parent), fork_from=newest(run))
-    elif name != "a state without averages":
-        refused(run, make_trainer(run.parent), resume_from=run, strict=False)
-    else:  # the optimizer keeps its own state
-        trainer = make_trainer(run.parent)
-        trainer.fit(loader(), resume_from=newest(run), strict=False)
-        assert trainer.status == "completed"
 
 
 def test_a_checkpoint_that_fits_is_resumed(run: Path) -> None:
@@ -274,8 +243,7 @@ LOOP_SECTIONS = ("optimizers", "schedulers", "scaler", "hooks", "disabled", "mea
 LOOP_HOSTILE = {
     **{f"no {name}": without(name) for name in LOOP_SECTIONS},
     **{f"{name} is a text": at(name, value="x") for name in LOOP_SECTIONS},
-    "a state without averages": HOSTILE["a state without averages"],
-    "a scheduler with a method": HOSTILE["a scheduler with a method"],
+    "a state of other shapes": HOSTILE["a state of other shapes"],
     "a learning rate that is a text": HOSTILE["a learning rate that is a text"],
     "random states of a wrong size": at("random", "torch", value=TENSOR),
     "a numpy state that ends too far": at("random", "numpy", 2, value=10**6),

@@ -16,7 +16,7 @@ import hookline
 from hookline import Hook, Trainer, TrainerConfig
 from hookline.loop import phase_times
 from hookline.loop.phase_times import PHASES, PhaseTimes
-from hookline.runs.system_sampler import SystemSampler, SystemUsage
+from hookline.runs.system_sampler import SystemSampler
 from hookline.tensors import timing
 
 STEPS = 30
@@ -151,13 +151,6 @@ def test_a_short_run_has_only_the_totals(tmp_path, monkeypatch):
     assert opened.events("end")[0]["times"]["forward"] > 0
 
 
-@pytest.mark.parametrize("text", ["often", "nan"])
-def test_an_interval_that_is_no_number_is_named(text, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("HOOKLINE_SAMPLE_SECONDS", text)
-    SystemSampler(tmp_path, None).stop()
-    assert f"HOOKLINE_SAMPLE_SECONDS is '{text}'; expected a number" in caplog.text
-
-
 def test_without_a_run_nothing_is_measured():
     class Threads(Hook):
         def on_step_end(self):
@@ -184,9 +177,14 @@ class EndsTraining(Hook):
     on_step_end = on_train_start
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-@pytest.mark.parametrize("event", [0, 2])
-@pytest.mark.parametrize("kind", ["trainer", "loop"])
+@pytest.mark.parametrize(
+    ("kind", "event", "error"),
+    [
+        ("trainer", 0, ValueError("broken")),
+        ("trainer", 2, KeyboardInterrupt()),
+        ("loop", 2, ValueError("broken")),
+    ],
+)
 def test_the_thread_ends_with_training_also_after_an_error(
     kind, event, error, tmp_path, monkeypatch
 ):
@@ -207,23 +205,6 @@ def test_the_thread_ends_with_training_also_after_an_error(
     with pytest.raises((hookline.HookFailedError, KeyboardInterrupt)):
         train()
     assert not any(thread.name == "hookline-system" for thread in threading.enumerate())
-
-
-def test_a_folder_that_is_deleted_costs_only_the_values_of_its_disk(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    usage = SystemUsage(folder, None)
-
-    def read_later():
-        time.sleep(0.05)  # the kernel counts in ticks of 10 ms: with none, there is no percentage
-        return usage.read()
-
-    usage.read()
-    complete = read_later()
-    folder.rmdir()
-    left = read_later()
-    assert "system/machine_cpu_percent" in complete
-    assert complete.keys() - left.keys() == {"system/disk_free_gb"}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -81,21 +81,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]],
     return run(folder, "watch", "track", "change_size", "whole", "late_signal"), folder
 
 
-def test_slow_ranks_are_named(two) -> None:
-    (first, second), folder = two
-    named = [line for line in first["watch"]["lines"] if "is behind" in line]
-    assert any(line.startswith("Rank 1") and "batch 4, forward" in line for line in named)
-    assert any(line.startswith("Rank 0") and "batch 6, backward or" in line for line in named)
-    assert not any("is behind" in line for line in second["watch"]["lines"])
-    events = read_lines(folder / "watch", "events.jsonl")
-    behind = [event for event in events if event["kind"] == "rank_behind"]
-    # A busy machine may make others slow, too, but not while one of them sleeps.
-    assert {event["rank"] for event in behind if event["batch"] == 4} == {1}
-    assert {event["rank"] for event in behind if event["batch"] == 6} == {0}
-    assert not any(event["missing"] for event in behind)
-    assert "ranks_together" in [event["kind"] for event in events]
-
-
 def test_only_the_first_rank_tracks(two) -> None:
     (first, second), _ = two
     assert first["track"]["own"] == [["start", "completed"], [1, 2, 3]]

@@ -90,7 +90,7 @@ def test_the_parameters_of_an_optimizer_are_compared(tmp_path: Path) -> None:
     ]
     unnamed = torch.optim.AdamW([model[0].bias, model[0].weight])
     assert differences(path, tmp_path, model, unnamed)[0] == (
-        "optimizer 0: 'exp_avg' of parameter 0 does not have its shape"
+        "optimizer 0: 'exp_avg' of parameter 0 is (3, 2) in the checkpoint and (3,) here"
     )
     assert differences(path, tmp_path, net(2, 3)) == []
 
@@ -98,19 +98,6 @@ def test_the_parameters_of_an_optimizer_are_compared(tmp_path: Path) -> None:
 def test_many_differences_of_one_kind_are_counted(tmp_path: Path) -> None:
     lines = differences(save(tmp_path, net(*[2] * 9)), tmp_path, net(*[3] * 9))
     assert "and 11 other shapes" in lines
-
-
-def test_what_fits_is_loaded_and_the_rest_stays(tmp_path: Path) -> None:
-    model = net(2, 3, 4)
-    path = save(tmp_path, model)
-    other = net(2, 3, 5)  # a new head
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
-    head = other[1].weight.clone()
-    with attach(tmp_path, other, optimizer) as session:
-        session.load_checkpoint(path, strict=False)
-        assert torch.equal(other[0].weight, model[0].weight)
-        assert torch.equal(other[1].weight, head)
-        assert (session.step, optimizer.state, optimizer.param_groups[0]["lr"]) == (1, {}, 0.5)
 
 
 def test_load_into_without_strict_loads_what_fits_and_lists_the_rest(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -132,10 +133,9 @@ def test_several_runs_have_a_table_of_what_differs(run: Path, tmp_path: Path) ->
 def test_sampling_keeps_extremes_and_counts() -> None:
     series = SampledSeries()
     for start in range(0, 10_000, 100):
-        rows = [(b"%d" % i, b"1.5", b'"x"', b"%d" % (i % 10)) for i in range(start, start + 100)]
+        rows = [(i, 1.5, float(i % 10)) for i in range(start, start + 100)]
         if start == 5_000:
-            rows[37] = (b"5037", b"1.5", b'"x"', b"999")
-            rows[38] = (b"5038", b"1.5", b'"x"', b"NaN")
+            rows[37], rows[38] = (5037, 1.5, 999.0), (5038, 1.5, math.nan)
         series.add(rows, 64)
     assert len(series) <= 64
     assert (series.highest, series.highest_step, max(series.highs)) == (999.0, 5037.0, 999.0)
@@ -197,19 +197,6 @@ def find_programs() -> tuple[str, str]:
     if os.environ.get("HOOKLINE_TEST_BROWSER") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
-
-
-def test_without_a_browser_its_tests_are_skipped_and_ci_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("HOOKLINE_TEST_BROWSER", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="chromium and chromedriver not installed"):
-        find_programs()
-    assert "export HOOKLINE_TEST_BROWSER=1" in (ROOT / ".ci" / "run").read_text()
-    monkeypatch.setenv("HOOKLINE_TEST_BROWSER", "1")
-    with pytest.raises(pytest.fail.Exception, match="chromium and chromedriver not installed"):
-        find_programs()
 
 
 @pytest.fixture(scope="module")

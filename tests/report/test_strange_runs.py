@@ -1,10 +1,9 @@
-"""Reports of strange and hostile runs: they are made, and they stay small."""
+"""Reports of strange and hostile runs are made."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import struct
 import subprocess
@@ -22,7 +21,7 @@ import hookline
 from hookline.report import make_report
 from hookline.report.facts import describe_facts
 from hookline.report.page_data import encode_spike
-from hookline.report.page_media import Media, strip_png
+from hookline.report.page_media import Media
 from hookline.runs.media import save_image
 
 HUGE = 10**400  # more than a float can hold
@@ -109,8 +108,6 @@ STRANGE: dict[str, tuple[list[Record], list[Record]]] = {
             event(
                 "loss_spike", step=1, loss="x", batches={}, values={"a": 5, "b": [1, [2], [1, "x"]]}
             ),
-            event("trackers", missing={"wandb": 5, "mlflow": {"dropped": HUGE, "problem": {}}}),
-            event("trackers", missing=[1]),
             event("stop", by={}, reason=[]),
             event("signal", signal={}),
         ],
@@ -191,20 +188,6 @@ def test_no_layer_is_blamed_for_a_nan_in_all_gradients(tmp_path: Path) -> None:
     _, text = describe(write_run(tmp_path / "found", metrics, events))
     assert "Debug found values that are not finite in the output of h.1.mlp.c_fc at step 5." in text
     assert "unknown" not in text
-
-
-def test_layers_whose_gradients_were_the_first_that_are_not_finite_are_named(
-    tmp_path: Path,
-) -> None:
-    metrics = [
-        *not_finite_from(5, "gradients/head.weight/norm"),
-        *not_finite_from(6, "gradients/wte.weight/norm"),
-        *not_finite_from(99, "gradients/h.1.weight/norm"),
-    ]
-    _, text = describe(write_run(tmp_path / "run", metrics))
-    assert (
-        "of 2 of 3 layers are not finite, first at step 5 (of the recorded steps), in head" in text
-    )
 
 
 def test_gradients_are_called_good_only_if_they_were_watched_and_finite(tmp_path: Path) -> None:
@@ -298,7 +281,6 @@ def test_facts_are_right_for_runs_that_are_not_usual(tmp_path: Path) -> None:
         [scalar(i, "train/loss", "NaN" if i == 120 else 0.5) for i in range(101, 121)],
         [
             event("start", step=100),
-            event("trackers", missing={"wandb": {"dropped": 5, "failed": 2, "problem": "slow"}}),
             event("end", step=120, status="error", error="ValueError: no", traceback="Traceback …"),
         ],
         status="error",
@@ -309,46 +291,10 @@ def test_facts_are_right_for_runs_that_are_not_usual(tmp_path: Path) -> None:
     (facts,) = report.facts["runs"]
     assert facts["steps_per_second"] == 2.0  # 20 steps: a fork does not begin at step 0
     assert facts["metrics"]["train/loss"]["last"] is None
-    assert facts["trackers"] == {"wandb": {"missing": 7, "problem": "slow"}}
     text = " ".join(describe_facts(facts))
     assert "The training loss ended at a value that is not finite" in text
-    assert "The tracker wandb lacks 7 values: slow." in text
     (failure,) = shown_data(report)["runs"][0]["failures"]
     assert (failure["hook"], failure["traceback"]) == ("training", "Traceback …")
-
-
-def test_a_page_stays_below_10_mb_whatever_a_run_has(tmp_path: Path) -> None:
-    def name(i: int) -> str:
-        return f"{i}_" + "é<" * 120
-
-    hooks = [
-        {"name": name(i), "cls": name(i), "costs": {name(k): {"seconds": 1} for k in range(30)}}
-        for i in range(300)
-    ]
-    kinds = ("step_skipped", "hook_failed", "checkpoint", "stop", "signal", "checkpoint_failed")
-    fields = {"reason": name(0), "error": name(0), "path": name(0), "signal": name(0)}
-    events = [
-        event(kind, step=i, **fields, hook=name(i), traceback=name(i) * 40)
-        for i in range(250)
-        for kind in kinds
-    ]
-    metrics = [scalar(i, name(j), i + j) for i in range(4) for j in range(6_000)]
-    metrics += [scalar(1, name(j), "é<" * 9000, kind="text") for j in range(20)] * 5
-    config = {name(i): name(i) for i in range(500)}
-    end = event("end", hooks={"hooks": hooks})
-    folder = write_run(tmp_path / "run", metrics, [*events, end], config=config)
-    report = make_report(folder)
-    assert 7_000_000 < len(report.html.encode()) < 10_000_000
-    (run,) = shown_data(report)["runs"]
-    assert any("too large" in line for line in run["facts"]["left_out"])
-    assert any("curves of" in line for line in run["facts"]["left_out"])
-
-
-def test_all_curves_are_shown_if_they_are_short(tmp_path: Path) -> None:
-    metrics = [scalar(i, f"train/s{j}", i + j) for i in range(3) for j in range(10_000)]
-    report = make_report(write_run(tmp_path / "run", metrics))
-    assert len(shown_data(report)["runs"][0]["series"]) == 10_000
-    assert report.facts["runs"][0]["left_out"] == []
 
 
 # -- histograms, texts and images -----------------------------------------------------------------
@@ -406,8 +352,7 @@ def test_images_come_from_the_run_only_and_are_checked(tmp_path: Path) -> None:
     header = b"IHDR" + struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header
     (folder / "media" / "bomb.png").write_bytes(bomb + struct.pack(">I", zlib.crc32(header)))
-    (folder / "media" / "half.png").write_bytes(secret.read_bytes()[:60])
-    names = ("link", "fifo", "text", "bomb", "half", "gone")
+    names = ("link", "fifo", "text", "bomb", "gone")
     paths = [good, *(f"media/{name}.png" for name in names), "media/../../secret.png"]
     metrics = [scalar(1, path, {"path": path}, kind="image") for path in paths]
     report = make_report(write_run(folder, metrics))
@@ -417,7 +362,7 @@ def test_images_come_from_the_run_only_and_are_checked(tmp_path: Path) -> None:
         **{f"media/{name}.png": 0 for name in names},
     }
     left_out = "\n".join(report.facts["runs"][0]["left_out"])
-    for reason in ("a symbolic link", "a FIFO", "not a PNG", "100,000 × 100,000", "incomplete"):
+    for reason in ("a symbolic link", "a FIFO", "not a PNG", "100,000 × 100,000"):
         assert reason in left_out
     shutil.rmtree(folder / "media")
     (folder / "media").symlink_to(tmp_path)
@@ -425,34 +370,6 @@ def test_images_come_from_the_run_only_and_are_checked(tmp_path: Path) -> None:
     assert not any(
         one["items"] for one in shown_data(report)["runs"][0]["media"]["images"].values()
     )
-
-
-def test_a_png_keeps_only_what_is_needed_to_draw_it(tmp_path: Path) -> None:
-    path = save_image(torch.rand(4, 4), tmp_path / "media", 1, "x")["path"]
-    data = (tmp_path / path).read_bytes()
-    text = b"tEXtnote\0private"
-    chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
-    assert strip_png(data[:33] + chunk + data[33:] + b"more") == data
-    with pytest.raises(ValueError, match="damaged"):
-        strip_png(data[:45] + bytes([data[45] ^ 1]) + data[46:])
-
-
-def test_texts_are_the_newest_and_cut(tmp_path: Path) -> None:
-    media = Media()
-    for step in range(50):
-        media.add(scalar(step, "t", f"{step}\u2028" + "x" * 100_000, kind="text"))
-    for i in range(100):
-        media.add(scalar(1, f"name {i}", "text", kind="text"))
-    media.add(scalar(1, "x", 1, kind="video"))
-    encoded, left_out = media.encode(tmp_path)
-    texts = encoded["texts"]["t"]
-    assert (texts["total"], [step for step, _ in texts["items"]]) == (50, [45, 46, 47, 48, 49])
-    assert all(len(text) < 5_000 for _, text in texts["items"])
-    assert len(encoded["texts"]) == 20
-    assert left_out == [
-        "81 texts of further names, after the first 20",
-        "1 values of an unknown kind",
-    ]
 
 
 def test_a_spike_names_what_changed_most_first() -> None:
@@ -503,24 +420,6 @@ def test_a_run_that_is_being_written_can_be_reported(tmp_path: Path) -> None:
 @pytest.fixture
 def plain_run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", LOSSES)
-
-
-def test_a_disk_that_is_full_leaves_the_old_report(plain_run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    out = folder / "report.html"
-    command = [sys.executable, "-m", "hookline", "report", str(plain_run), "-o", str(out)]
-    subprocess.run(command, check=True, capture_output=True)
-    before = out.read_bytes()
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-
-    failed = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=limit)
-    assert failed.returncode == 1
-    assert "cannot be written" in failed.stderr
-    assert out.read_bytes() == before
-    assert list(folder.iterdir()) == [out]
 
 
 def test_only_regular_files_are_replaced(plain_run: Path, tmp_path: Path) -> None:

@@ -316,7 +316,8 @@ def test_a_slurm_job_is_requeued_and_a_failure_is_said(
     assert not caplog.records
     monkeypatch.setenv("PATH", str(bad) + os.pathsep + os.environ["PATH"])
     assert not requeue_slurm_job()
-    assert "`scontrol requeue 4711` failed (exit code 1: refused)" in caplog.text
+    assert "The Slurm job 4711 could not be requeued" in caplog.text
+    assert "refused" in caplog.text
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     caplog.clear()
     assert not requeue_slurm_job()

@@ -200,13 +200,16 @@ for name, (position, expected) in states.items():
         shutil.rmtree(path)
         if not was_killed:
             break
-        kills += 1
+        kills += int(sys.argv[2])
     print(name, kills)
 """
 
 
-def test_a_kill_at_any_system_call_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+@pytest.mark.parametrize(
+    "every", [pytest.param(1, marks=pytest.mark.soak), 4], ids=["all of them", "each fourth"]
+)
+def test_a_kill_at_any_system_call_loses_and_doubles_nothing(tmp_path: Path, every: int) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(every)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     kills = dict(line.split() for line in result.stdout.splitlines())

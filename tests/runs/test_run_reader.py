@@ -164,26 +164,6 @@ def test_rows_are_a_list_and_a_frame_is_asked_for(finished: hookline.Trainer) ->
     assert list(run.frame(kind="text")["value"]) == ["<b>hello</b>"]
 
 
-def test_without_pandas_rows_are_a_list_and_a_frame_is_a_clear_error(
-    finished: hookline.Trainer,
-) -> None:
-    script = (
-        "import sys; sys.modules['pandas'] = None\n"  # as if it were not installed
-        "from hookline.runs import open_run\n"
-        "run = open_run(sys.argv[1])\n"
-        "print(type(run.metrics()).__name__)\n"
-        "try: run.frame()\n"
-        "except Exception as error: print(type(error).__name__, error)\n"
-        "assert 'torch' not in sys.modules"
-    )
-    command = [sys.executable, "-c", script, str(finished.run.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    first, second = done.stdout.splitlines()
-    assert first == "list"
-    assert second.startswith("RunError run.frame() needs pandas")
-    assert second.endswith("pip install pandas")
-
-
 def test_the_run_of_a_checkpoint_is_its_enclosing_run_folder(
     finished: hookline.Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,25 +270,6 @@ def test_some_series_have_the_rows_that_they_have_among_all(
         found = OpenedRun(tmp_path).metrics(*names)
         assert list(map(repr, found)) == list(map(repr, expected))  # NaN, and 1 is not 1.0
         assert bool(found) is (names not in [("absent",), ('"',), ("\\",), ("",)])
-
-
-def test_reading_one_series_does_not_parse_the_lines_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Lines of text have to be parsed as JSON, which takes long.
-    texts = [usual(i, "note", '"x"').replace(b"scalar", b"text") for i in range(99)]
-    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*texts, usual(5, "lr")]) + b"\n")
-    parsed: list[bytes] = []
-    parse = JsonlReader.parse
-
-    def count(self: JsonlReader, line: bytes) -> Any:
-        parsed.append(line)
-        return parse(self, line)
-
-    monkeypatch.setattr(JsonlReader, "parse", count)
-    assert [row["step"] for row in OpenedRun(tmp_path).metrics("lr")] == [5]
-    assert parsed == []
-    assert len(OpenedRun(tmp_path).metrics("note")) == len(parsed) == 99
 
 
 def test_a_long_run_is_shown_without_keeping_its_values(tmp_path: Path) -> None:
@@ -631,10 +592,3 @@ def test_attempts_of_an_older_run_are_read_as_parts_and_written_as_attempts(tmp_
     written = json.loads(file.read_text())
     assert "parts" not in written
     assert [one["status"] for one in written["attempts"]] == ["interrupted", "completed"]
-
-
-def test_many_metrics_are_cut_with_a_count(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, config={}, seed=0, hooks=[])
-    run.log_metrics(1, 0, {f"layer/{i}": 1.0 for i in range(60)})
-    run.close()
-    assert "… and 20 more" in str(open_run(run.path))

@@ -121,8 +121,6 @@ def check_updates(mesh: DeviceMesh) -> None:
         hookline.Mask(["0.weight"]),
         hookline.ClipNorm(0.1),
         hookline.ClipValue(0.01),
-        hookline.AGC(0.01),
-        hookline.AGC(0.5),
         hookline.Centralize(),
         hookline.SkipNonfinite(),
         hookline.EMAFilter(),

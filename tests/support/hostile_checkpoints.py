@@ -19,7 +19,6 @@ from hookline.checkpoint import (
     save_checkpoint,
 )
 from hookline.checkpoint.catalog import scan_checkpoints, verify_checkpoint
-from hookline.checkpoint.contents import read_contents
 from hookline.hooks.checkpointing.upload import Bundle
 from hookline.runs.checkpoint_reader import get_last_checkpoint, read_checkpoints
 
@@ -118,7 +117,6 @@ def read_everything(run: Path, checkpoint: Path) -> list[str]:
     readers: list[Callable[[], Any]] = [
         lambda: load_checkpoint(checkpoint),
         lambda: load_checkpoint(find_checkpoint(checkpoint)),
-        lambda: read_contents(checkpoint),
         lambda: verify_checkpoint(checkpoint),
         lambda: scan_checkpoints(checkpoint.parent),
         lambda: read_checkpoints(checkpoint.parent),

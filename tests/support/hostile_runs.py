@@ -317,17 +317,10 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "events not UTF-8": (add_event(b'{"v": 1, "kind": "\xff"}'), "can't decode"),
     "events deep": (add_event(b"[" * 90_000), "nested deeper"),
     "events version": (add_event(event(v=2)), "records of version 2 were skipped"),
-    # -- leases, which only matter when the run is resumed
-    "lease fifo": (lambda p: p.fifo("lease-7.json"), ""),
-    "lease folder": (lambda p: p.folder("lease-7.json"), ""),
-    "lease link": (lambda p: p.link("lease-7.json"), ""),
-    "lease last": (write(f"lease-{10**17}.json", b"{}"), ""),
-    "lease long": (write(f"lease-{'9' * 240}.json", b"{}"), ""),
-    "lease no object": (write("lease-7.json", b"[1]"), ""),
-    "lease not JSON": (write("lease-7.json", b"\xff"), ""),
-    "lease values": (write("lease-7.json", b'{"pid": [], "host": {}, "since": 5}'), ""),
-    "lease pid": (write("lease-7.json", b'{"pid": 1e99, "host": {}}'), ""),
-    "lease deep": (write("lease-7.json", b"[" * 90_000), ""),
+    # -- the lock, which only matters when the run is resumed
+    "lock fifo": (lambda p: p.fifo("writer.lock"), "writer.lock is a FIFO"),
+    "lock folder": (lambda p: p.folder("writer.lock"), "writer.lock is a folder"),
+    "lock link": (lambda p: p.link("writer.lock"), "writer.lock is a symbolic link"),
     # -- names of files
     "name not UTF-8": (
         lambda p: p.run.rename(p.run.with_name("run-\udcff\x1b[2J")),

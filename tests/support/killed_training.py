@@ -90,7 +90,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     Args:
         size: their number.
         seed: decides them.
-        augment: add random numbers to a sample each time it is loaded.
+        augment: add random numbers to a sample, which depend on its index.
     """
 
     def __init__(self, size: int, seed: int, augment: bool = False) -> None:
@@ -104,7 +104,9 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.x[index]
-        return x + 0.1 * torch.randn(8) if self.augment else x, self.y[index]
+        if self.augment:  # also in workers, whose own random numbers are not restored
+            x = x + 0.1 * torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return x, self.y[index]
 
 
 def make_loaders() -> tuple[dict[str, DataLoader[Any]], DataLoader[Any]]:
@@ -198,7 +200,7 @@ def train(
     loaders, validation = make_loaders()
     if resume_from is None:
         resume_from = find_resumable(folder / "runs")
-    trainer.fit(loaders, validation, resume_from=resume_from, per_sample_seed=True)
+    trainer.fit(loaders, validation, resume_from=resume_from)
     if trainer.status in ("completed", "stopped"):
         save_checkpoint(
             folder / "final",

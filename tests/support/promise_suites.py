@@ -32,7 +32,6 @@ PROMISE_SUITES = (
     # Hostile files change nothing, and run no code.
     "test_hostile_checkpoints.py",
     "test_hostile_configs.py",
-    "test_hostile_remote.py",
     "test_hostile_resumes.py",
     "test_hostile_runs.py",
     # Signals save, end training, and leave the handlers as they were.

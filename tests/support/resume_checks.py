@@ -35,9 +35,7 @@ def dataset(samples=24, seed=1):
     return TensorDataset(x, y * 0 + x[:, :4])
 
 
-def train(
-    tmp_path, loaders, fields, hooks=(), optimizers=1, resume_from=None, per_sample_seed=None
-):
+def train(tmp_path, loaders, fields, hooks=(), optimizers=1, resume_from=None):
     torch.manual_seed(0)
     model = Net()
     parts = (
@@ -46,15 +44,13 @@ def train(
         else [m.parameters() for m in (model.first, model.second)]
     )
     config = {"runs": tmp_path / "runs", "progress": "off", "max_epochs": 2, "seed": 7, **fields}
-    if per_sample_seed is not None:
-        config["seed"] = per_sample_seed  # which those of the samples are made from
     trainer = Trainer(
         TrainerConfig(**config),
         model,
         [torch.optim.AdamW(p, lr=0.01) for p in parts],
         hooks=list(hooks),
     )
-    trainer.fit(loaders, resume_from=resume_from, per_sample_seed=per_sample_seed is not None)
+    trainer.fit(loaders, resume_from=resume_from)
     return trainer
 
 
@@ -65,15 +61,14 @@ def resume_equals(
     event="on_step_end",
     optimizers=1,
     make_other_loaders=None,
-    seed=None,
     **fields,
 ):
     """Whether a run that is resumed from step `at` ends with the weights of the whole run."""
     hooks = [SaveAt(at, event)]
-    whole = train(tmp_path, make_loaders(), fields, hooks, optimizers, None, seed)
+    whole = train(tmp_path, make_loaders(), fields, hooks, optimizers)
     (saved,) = (whole.run.path / "checkpoints").glob("step_*")
     torch.manual_seed(99)  # whatever happened since
     loaders = (make_other_loaders or make_loaders)()
-    resumed = train(tmp_path, loaders, fields, (), optimizers, saved, seed)
+    resumed = train(tmp_path, loaders, fields, (), optimizers, saved)
     assert resumed.step == whole.step
     return same(weights(resumed.model), weights(whole.model))

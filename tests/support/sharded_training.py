@@ -203,22 +203,6 @@ def save_slowly(folder: Path) -> None:
     print("end", RANK, trainer.status, trainer.step, flush=True)
 
 
-def be_stopped(folder: Path) -> None:
-    """A training of which the test stops a rank for some time."""
-    trainer, _ = make(folder, max_steps=None, max_epochs=100_000, slow_rank_seconds=2, **FSDP)
-    trainer.add_hook(Once(1, 20, lambda _: print("pid", os.getpid(), flush=True)))
-
-    class Until(hookline.Hook):
-        intervenes = True
-
-        def on_step_end(self, trainer: Trainer, step: int) -> None:
-            if (folder / "go").exists():
-                trainer.stop("the test has seen it")
-
-    trainer.add_hook(Until())
-    trainer.fit(loaders()[0])
-
-
 def main() -> None:
     faulthandler.dump_traceback_later(240, exit=True)  # all ranks may wait for each other for ever
     folder, name = Path(sys.argv[1]), sys.argv[2]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -25,19 +24,12 @@ FOLDER = Path(sys.argv[1])
 DATA = [(torch.ones(1, 2), torch.ones(1, 1))] * 4
 
 
-class Save(Hook):
-    def on_step_end(self, trainer, step):
-        trainer.log("note", "hello", kind="text")
-        if step == 2:
-            trainer.save_checkpoint()
-
-
 class OwnMetric(Hook):
     def on_step_end(self, step):
         mlflow.log_metric("own", float(step), step=step)
 
 
-def fit(runs, hooks, trackers, resume_from=None):
+def fit(runs, hooks, trackers):
     model = torch.nn.Linear(2, 1)
     trainer = Trainer(
         TrainerConfig(runs=runs, progress="off"),
@@ -47,7 +39,7 @@ def fit(runs, hooks, trackers, resume_from=None):
         hooks=hooks,
         trackers=trackers,
     )
-    trainer.fit(DATA, resume_from=resume_from)
+    trainer.fit(DATA)
     return trainer.run.path
 
 
@@ -130,50 +122,11 @@ def active_mlflow_run():
     }
 
 
-def read_mlflow(folder):
-    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    ids = Run.open(folder).manifest["trackers"]["mlflow"]
-    run = client.get_run(ids["run_id"])
-    history = client.get_metric_history(run.info.run_id, "train/loss")
-    notes = client.list_artifacts(run.info.run_id, "text/note")
-    return {
-        "id": run.info.run_id,
-        "stage": run.info.lifecycle_stage,
-        "steps": [metric.step for metric in history],
-        "notes": [note.path[-10:-4] for note in notes],
-    }
-
-
-def fit_elsewhere(runs):
-    """Train in another process: MLflow remembers in each where a run's artifacts are."""
-    pid = os.fork()
-    if pid == 0:
-        fit(runs, [Save()], ["mlflow"])
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    return next(runs.iterdir())
-
-
-def deleted_and_copied_mlflow_runs():
-    path = fit_elsewhere(FOLDER / "mlflow")
-    copy = FOLDER / "copies" / path.name
-    shutil.copytree(path, copy)
-    shutil.rmtree(path / "mlartifacts")
-    checkpoint = Path("checkpoints", "step_000002")
-    fit(FOLDER / "copies", [Save()], ["mlflow"], copy / checkpoint)
-    copied = read_mlflow(copy)
-    assert not (path / "mlartifacts").exists()  # nothing was written where the copy comes from
-    MlflowClient(f"sqlite:///{path / 'mlflow.db'}").delete_run(copied["id"])
-    fit(FOLDER / "mlflow", [Save()], ["mlflow"], path / checkpoint)
-    return {"copied": copied, "deleted": read_mlflow(path)}
-
-
 if __name__ == "__main__":
     os.chdir(FOLDER)
     read = {
         function.__name__: function()
         for function in (
-            deleted_and_copied_mlflow_runs,
             active_mlflow_run,
             loops_at_the_same_time,
             run_of_the_program,

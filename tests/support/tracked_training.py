@@ -76,6 +76,7 @@ def die(trainer):
         thread.waiting or not thread.has_started.is_set() for thread in threads
     ):
         time.sleep(0.05)
+    time.sleep(2)  # trackio writes twice a second
     os.kill(os.getpid(), signal.SIGKILL)
 
 

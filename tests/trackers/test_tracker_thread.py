@@ -134,7 +134,7 @@ def test_the_run_is_complete_before_the_end_waits_for_trackers(tmp_path):
             super().finish(status)
             self.seen = Run.open(self.run.folder).manifest["status"]
             self.ends = events(tmp_path, "end")
-            Run.open(self.run.folder, resume=True).close("stopped")  # the lease is free
+            Run.open(self.run.folder, resume=True).close("stopped")  # the lock is free
 
     is_waiting = threading.Event()
     tracker = Slow()
@@ -193,24 +193,6 @@ def test_some_values_in_a_row_that_are_refused_cost_no_other():
         log_each(log, range(100))
     assert logged == [*range(10), *range(25, 100)]
     assert raised.value.count == 15
-
-
-@pytest.mark.parametrize("is_continued", [True, False])
-def test_a_tool_that_has_nothing_of_a_resumed_run_gets_the_whole_record(tmp_path, is_continued):
-    class Save(Hook):
-        def on_step_end(self, trainer, step):
-            if step == 4:
-                trainer.save_checkpoint()
-
-    tracker = Kept()
-    train(tmp_path, tracker, hooks=[Save()]).fit(BATCHES)
-    tracker.values.clear()
-    tracker.is_continued = is_continued
-    (folder,) = tmp_path.iterdir()
-    checkpoint = folder / "checkpoints" / "step_000004"
-    train(tmp_path, tracker, hooks=[Save()]).fit(BATCHES, resume_from=checkpoint)
-    steps = tracker.steps()
-    assert steps == ([5, 6] if is_continued else [1, 2, 3, 4, 5, 6])
 
 
 def test_a_tracker_that_does_not_start_is_disabled(tmp_path, caplog):

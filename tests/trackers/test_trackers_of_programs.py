@@ -1,4 +1,4 @@
-"""Trackers beside the program's own use of W&B and MLflow, and runs that were copied or deleted."""
+"""Trackers beside the program's own use of W&B and MLflow."""
 
 from __future__ import annotations
 
@@ -41,16 +41,3 @@ def test_an_active_run_of_mlflow_is_used_and_left_open(read):
     assert found["status"] == "RUNNING"
     assert found["params"] == ["5", "1"]
     assert {"own", "train/loss", "train/loss_epoch"} <= set(found["metrics"])
-
-
-def test_a_copied_run_continues_in_its_own_files(read):
-    copied = read["deleted_and_copied_mlflow_runs"]["copied"]
-    assert copied["steps"] == [1, 2, 3, 4, 3, 4]
-    assert copied["notes"] == ["000001", "000002", "000003", "000004"]
-
-
-def test_after_a_run_of_mlflow_was_deleted_a_new_one_has_the_whole_record(read):
-    found = read["deleted_and_copied_mlflow_runs"]
-    assert found["deleted"]["id"] != found["copied"]["id"]
-    assert found["deleted"]["steps"] == [1, 2, 3, 4]
-    assert found["deleted"]["notes"] == ["000001", "000002", "000003", "000004"]

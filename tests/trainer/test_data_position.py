@@ -14,16 +14,12 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
-    Subset,
     TensorDataset,
 )
 
 import hookline
 from hookline import CheckpointError, TrainingError
-from hookline.config.trainer_config import MixConfig
 from hookline.trainer import position as data_position
-from hookline.trainer.data_stream import Stream
-from hookline.trainer.position import DataPosition
 
 
 class RandomTransform(TensorDataset):
@@ -145,13 +141,25 @@ def test_persistent_workers_that_were_reused_in_the_middle_of_an_epoch(tmp_path,
     assert resume_equals(tmp_path, loader, at, event, max_epochs=3)
 
 
+def test_persistent_workers_of_a_loader_that_comes_later_in_the_resumed_epoch(tmp_path):
+    def run(hooks, resume_from=None):
+        loaders = {"a": shuffled(), "b": persistent()}
+        return train(tmp_path, loaders, {}, hooks, resume_from=resume_from)
+
+    whole = run([SaveAt(12, "on_epoch_end")])
+    folder = whole.run.path / "checkpoints"
+    run([SaveAt(14)], folder / "step_000012")
+    resumed = run([], folder / "step_000014")
+    assert same(weights(resumed.model), weights(whole.model))
+
+
 def test_random_numbers_in_workers_are_not_restored_and_it_is_said_once(tmp_path, caplog):
     def loader():
         return persistent(RandomTransform(*dataset().tensors))
 
     assert not resume_equals(tmp_path / "first", loader, 3)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "per_sample_seed=True" in caplog.text
+    assert "seeds its random numbers by index" in caplog.text
     caplog.clear()
     resume_equals(tmp_path / "later", loader, 12, "on_epoch_end", max_epochs=3)
     assert caplog.text.count("not restored") == 1
@@ -165,16 +173,6 @@ def test_resuming_with_other_loaders_raises_an_error(tmp_path):
         train(tmp_path, persistent(persistent_workers=False), {}, resume_from=saved)
     with pytest.raises(CheckpointError, match=r"1 train loaders with 0 .* has 1 loaders with 1"):
         train(tmp_path, persistent(generator=torch.Generator()), {}, resume_from=saved)
-
-
-@pytest.mark.parametrize("at", [3, 9])
-def test_workers_with_random_transforms_are_exact_if_batches_are_loaded_again(tmp_path, at):
-    def loader():
-        data = RandomTransform(*dataset().tensors)
-        return DataLoader(data, batch_size=4, shuffle=True, num_workers=2)
-
-    assert resume_equals(tmp_path, loader, at, fast_forward=True)
-    assert resume_equals(tmp_path / "two", lambda: [loader(), loader()], at, fast_forward=True)
 
 
 class Counting(TensorDataset):
@@ -214,8 +212,8 @@ def test_a_sampler_that_draws_during_the_pass_is_warned_about(tmp_path, caplog, 
         sampler = GlobalBatches(RandomSampler(data), 4, drop_last=False)
         return DataLoader(data, batch_sampler=sampler, num_workers=workers)
 
-    # This sampler has no memory. What was drawn ahead for the workers is restored.
-    assert resume_equals(tmp_path, loader, 3)
+    is_exact = resume_equals(tmp_path, loader, 3)
+    assert is_exact or workers  # it has no memory, but workers have indices from ahead
     assert "in the middle of a pass" in caplog.text
 
 
@@ -253,18 +251,15 @@ def test_another_number_of_workers(tmp_path, before, after):
     )
 
 
-def test_an_iterator_is_refused_or_loaded_again_by_choice(tmp_path):
-    def run(resume_from=None, **fields):
+def test_an_iterator_is_refused(tmp_path):
+    def run(resume_from=None):
         generator = (batch for batch in batches(8))
-        fields |= {"max_epochs": 1}
-        return train(tmp_path, generator, fields, [SaveAt(5)], resume_from=resume_from)
+        return train(tmp_path, generator, {"max_epochs": 1}, [SaveAt(5)], resume_from=resume_from)
 
     whole = run()
     (saved,) = (whole.run.path / "checkpoints").glob("step_*")
-    with pytest.raises(CheckpointError, match=r"is an iterator .* map-style .* fast_forward=True"):
+    with pytest.raises(CheckpointError, match=r"is an iterator .* map-style"):
         run(saved)
-    resumed = run(saved, fast_forward=True)
-    assert same(weights(resumed.model), weights(whole.model))
 
 
 def test_another_number_of_samples_within_an_epoch_raises_an_error(tmp_path):
@@ -286,75 +281,6 @@ def test_a_checkpoint_before_the_first_batch_of_a_resumed_run(tmp_path):
     train(tmp_path, shuffled(), {}, [hook], resume_from=saved)
     resumed = train(tmp_path, shuffled(), {}, resume_from=hook.path or tmp_path / "again")
     assert same(weights(resumed.model), weights(whole.model))
-
-
-# -- random numbers of samples --------------------------------------------------------------------
-
-
-class AllRandom(TensorDataset):
-    """Draws random numbers from Python, numpy and torch for every sample."""
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(index)
-        return x + random.random() + numpy.random.rand() + torch.randn_like(x), y
-
-
-@pytest.mark.parametrize("at", [3, 9])
-@pytest.mark.parametrize("subset", [False, True])
-def test_seeded_samples_are_exact_in_persistent_workers(tmp_path, at, subset, caplog):
-    def loader(workers=2):
-        data = AllRandom(*dataset().tensors)
-        data = Subset(data, range(20)) if subset else data  # has `__getitems__`
-        options = {"num_workers": workers, "persistent_workers": workers > 0}
-        return DataLoader(data, batch_size=4, shuffle=True, **options)
-
-    assert resume_equals(tmp_path, loader, at, seed=5)
-    assert not caplog.records
-    with_workers = train(tmp_path, loader(), {}, per_sample_seed=5)
-    without = train(tmp_path, loader(0), {"max_epochs": 1}, per_sample_seed=5)
-    first_epoch = train(tmp_path, loader(), {"max_epochs": 1}, per_sample_seed=5)
-    assert same(weights(without.model), weights(first_epoch.model))
-    assert not same(weights(without.model), weights(with_workers.model))
-
-
-def test_seeds_differ_by_epoch_pass_loader_and_index_and_leave_training_alone():
-    def batches_of(data, seed, epochs=2):
-        torch.manual_seed(0)
-        stream = Stream([DataLoader(data, 4), DataLoader(data, 4)], MixConfig(length=20))
-        position, found = DataPosition(), []
-        position.per_sample_seed = seed
-        for _ in range(epochs):
-            for batch, *_ in position.remaining_batches(stream, torch.device("cpu")):
-                position.batches += 1
-                found.append((batch[0], torch.rand(1)))
-            position.end_epoch()
-        return found
-
-    zeros = torch.zeros(24, 1), torch.zeros(24)
-    random_batches = batches_of(AllRandom(*zeros), seed=1)
-    samples = torch.cat([x for x, _ in random_batches]).flatten().tolist()
-    assert len(set(samples)) == len(samples) == 160
-    plain = batches_of(TensorDataset(*zeros), seed=1)
-    assert [a.item() for _, a in plain] == [a.item() for _, a in random_batches]
-    other = batches_of(AllRandom(*zeros), seed=2)
-    assert not torch.equal(other[0][0], random_batches[0][0])
-
-
-def test_seeded_samples_in_spawned_workers(tmp_path):
-    def first(workers):
-        options = {"num_workers": workers, "multiprocessing_context": "spawn" if workers else None}
-        loader = DataLoader(AllRandom(*dataset().tensors), batch_size=4, **options)
-        position = DataPosition()
-        position.per_sample_seed = 1
-        return next(position.remaining_batches(Stream(loader), torch.device("cpu")))[0][0]
-
-    assert torch.equal(first(0), first(1))
-
-
-def test_seeds_for_samples_without_an_index_raise_an_error(tmp_path):
-    loader = DataLoader(Endless(3), batch_size=None)
-    with pytest.raises(TrainingError, match="iterable-style: 'train'"):
-        train(tmp_path, loader, {}, per_sample_seed=1)
 
 
 def test_a_generator_of_a_validation_loader(tmp_path):

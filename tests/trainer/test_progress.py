@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from hookline.context import LazyFloat
 from hookline.dispatch.accounting import HookInfo, Summary
-from hookline.trainer.progress import BarProgress, JupyterProgress, PlainProgress, make_progress
+from hookline.trainer.progress import BarProgress, PlainProgress, make_progress
 
 
 class Clock:
@@ -123,29 +122,6 @@ def test_the_bar_fits_into_every_terminal(width: int) -> None:
     assert all(len(line) <= width for line in re.split(r"[\r\n]", shown(stream)))
 
 
-def test_unknown_totals_show_no_percentage_and_no_time_left() -> None:
-    display, stream, clock = bar()
-    display.start(epochs=None, steps=None)
-    display.epoch(0, None)
-    run(display, clock, 10, seconds=2.0)
-    display.end("completed", None)
-    assert "step 10  loss 2.5000  2.0 s/step" in shown(stream)
-    assert "left" not in shown(stream)
-    assert "%" not in shown(stream)
-
-
-@pytest.mark.parametrize("make", [plain, bar])
-def test_end_without_start_and_a_second_end_show_nothing(make: Any) -> None:
-    display, stream, _ = make()
-    display.end("error", Summary(1.0, (hook("watch"),)))
-    assert stream.getvalue() == ""
-    display.start(epochs=1, steps=1)
-    display.end("completed", None)
-    before = stream.getvalue()
-    display.end("completed", None)
-    assert stream.getvalue() == before
-
-
 @pytest.mark.parametrize("make", [plain, bar])
 def test_validation_and_messages_are_lines_of_their_own(make: Any) -> None:
     display, stream, clock = make()
@@ -203,35 +179,6 @@ def test_the_display_follows_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(make_progress("plain", stream=Terminal())) is PlainProgress
     monkeypatch.setenv("TERM", "dumb")
     assert type(make_progress(stream=Terminal())) is PlainProgress
-
-
-def test_a_notebook_has_one_display_that_is_updated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    updates: list[Any] = []
-    handle = types.SimpleNamespace(update=lambda data, raw: updates.append(data))
-    opened: list[Any] = []
-
-    class ZMQInteractiveShell: ...
-
-    class ColabShell(ZMQInteractiveShell): ...
-
-    ipython: Any = types.ModuleType("IPython")
-    ipython.get_ipython = ColabShell
-    ipython.display = types.ModuleType("IPython.display")
-    ipython.display.display = lambda data, **kwargs: opened.append(kwargs) or handle
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
-
-    display = make_progress()
-    assert type(display) is JupyterProgress
-    display.start(epochs=1, steps=2)
-    display.advance(1, 0.5)
-    display.end("completed", Summary(1.0, (hook("watch"),)))
-    assert opened == [{"raw": True, "display_id": True}]
-    assert '<progress value="0.5000">' in updates[-1]["text/html"]
-    assert "step 1/2  loss 0.5000" in updates[-1]["text/plain"]
-    assert "watch" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

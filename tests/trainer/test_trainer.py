@@ -232,19 +232,6 @@ def test_what_cannot_be_trained_on_is_a_clear_error(data, options, message):
         fit(data=data, **options)
 
 
-def test_the_loss_function_may_be_replaced_while_training():
-    class Replaces(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            if step == 2:
-                trainer.loss_fn = lambda outputs, targets: outputs.sum() * 0
-
-    hook = recorder(on_train_batch_end=("loss",))
-    fit(Replaces(), hook)
-    losses = [float(a["loss"]) for a in told_in(hook, "on_train_batch_end")]
-    assert losses[1] > 0
-    assert losses[2:] == [0, 0]
-
-
 # -- steps ----------------------------------------------------------------------------------------
 
 
@@ -535,9 +522,3 @@ def test_bad_parts_are_refused_when_the_trainer_is_made():
         Trainer(config(), model, optimizer).fit()
     with pytest.raises(TrainingError, match="no data to validate on"):
         Trainer(config(), model, optimizer).validate()
-
-
-def test_parameters_that_no_optimizer_holds_are_named(caplog):
-    model, _ = make()
-    Trainer(config(), model, torch.optim.SGD(model.first.parameters(), lr=0.1))
-    assert "second.weight" in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
 import json
 import pickle
 
@@ -20,7 +19,6 @@ from hookline.hooks.checkpointing.model_checkpoint import ModelCheckpoint
 from hookline.hooks.optimization.early_stopping import EarlyStopping
 from hookline.runs import read_records
 from hookline.trainer.losses import LossCheck
-from hookline.trainer.progress import PlainProgress
 
 
 def values(run, name):
@@ -90,13 +88,6 @@ def test_a_metric_that_a_users_hook_may_add_is_not_missing(tmp_path):
     assert Trainer(config(), *make(), hooks=hooks).fit(batches(2)).status == "completed"
 
 
-def test_reduce_lr_on_plateau_needs_a_validation():
-    model, optimizer = make()
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(TrainingError, match=r"ReduceLROnPlateau needs the metric 'val/loss'"):
-        Trainer(config(), model, optimizer, plateau).fit(batches(2))
-
-
 def test_reduce_lr_on_plateau_steps_in_the_epochs_that_were_validated():
     model, optimizer = make()
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -120,20 +111,6 @@ def test_the_run_the_default_loss_and_the_reason_to_stop_are_shown(tmp_path, cap
     assert f"run {trainer.run.path}" in shown
     assert "No loss function was given: using the mean squared error" in shown
     assert "stopped after 2 steps in 0:00:00: enough" in shown
-
-
-def test_the_time_left_is_right_after_a_resume():
-    now, stream = [0.0], io.StringIO()
-    display = PlainProgress(stream, lambda: now[0])
-    display.start(epochs=10, steps=None, first_step=800)
-    now[0] = 100.0  # loading batches that were trained on takes time, too
-    display.epoch(8, 100, 50)
-    for step in range(801, 826):
-        now[0] += 1.0
-        display.advance(step, 1.0)
-    display.end("completed", None)
-    last = [line for line in stream.getvalue().splitlines() if "left" in line][-1]
-    assert "left 0:02:05" in last  # 25 of the 150 batches that were left
 
 
 # -- the default loss -----------------------------------------------------------------------------
@@ -228,15 +205,6 @@ def test_an_unknown_number_of_tokens_is_null_in_the_record(tmp_path, caplog):
 # -- data -----------------------------------------------------------------------------------------
 
 
-def test_a_second_fit_does_not_validate_on_the_data_of_the_first():
-    hook = recorder(on_validation_end=("epoch",))
-    trainer = Trainer(config(), *make(), hooks=[hook])
-    trainer.fit(batches(1), val_loaders=batches(1))
-    trainer.fit(batches(1))
-    assert len(hook.told) == 1
-    assert not trainer.validates
-
-
 def test_a_generator_is_an_error_before_training_when_there_are_several_epochs():
     trainer = Trainer(config(max_epochs=2), *make())
     with pytest.raises(TypeError, match=r"iterator \(generator\).*2 epochs are asked for.*list"):
@@ -272,20 +240,6 @@ def test_a_trainer_keeps_hyperparameters_name_and_tags():
     assert (trainer.hparams, trainer.name, trainer.tags) == ({"lr": 1.0}, None, ["one"])
     with pytest.raises(TypeError, match="hparams is 3; expected a mapping"):
         Trainer(config(), *make(), hparams=3)
-
-
-def test_forward_events_come_from_fit_only():
-    hook = recorder(on_before_forward=(), on_after_forward=("outputs",))
-    model, optimizer = make()
-    trainer = Trainer(config(), model, optimizer, hooks=[hook])
-    model(torch.ones(1, 8))
-    assert not hook.told
-    trainer.fit(batches(1))
-    heard = len(hook.told)
-    model(torch.ones(1, 8))
-    assert len(hook.told) == heard > 0
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("how", [{"max_epochs": 2}, {"max_steps": 4}])
@@ -369,33 +323,3 @@ def test_values_are_recorded_by_kind_with_their_step_and_epoch(tmp_path):
     assert (by_name["words"]["kind"], by_name["words"]["value"]) == ("text", "hello")
     assert sum(by_name["weights"]["value"]["counts"]) == 128
     assert (trainer.run.path / by_name["picture"]["value"]["path"]).read_bytes()[1:4] == b"PNG"
-
-
-def test_an_unknown_kind_is_an_error_also_without_a_record():
-    trainer = Trainer(config(), *make())
-    with pytest.raises(hookline.RunError, match=r"Unknown kind 'picture'\. There are 'scalar'"):
-        trainer.log("a", 1.0, kind="picture")
-
-
-def test_epoch_means_have_one_name_in_the_run_of_both_loops(tmp_path):
-    model, optimizer = make()
-
-    def step_fn(model, batch):
-        x, y = batch
-        return {"loss": (model(x) - y).square().mean(), "size": len(x)}
-
-    trainer = Trainer(config(runs=tmp_path / "trainer"), model, optimizer, step_fn=step_fn)
-    trainer.fit({"web": batches(2), "code": batches(1)})
-    names = {record["name"] for record in read_records(trainer.run.path / "metrics.jsonl")}
-    assert {"train/loss_epoch", "train/size_epoch", "train/dl_web/size_epoch"} <= names
-    assert {"train/loss", "train/size"} <= names
-
-    with hookline.attach(model, optimizer, runs=tmp_path / "loop") as session, session.epoch():
-        for batch in session.batches(batches(2)):
-            outputs = step_fn(model, batch)
-            session.log("size", outputs["size"])
-            outputs["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    names = {record["name"] for record in read_records(session.run.path / "metrics.jsonl")}
-    assert {"train/loss", "train/size", "train/loss_epoch", "train/size_epoch"} <= names

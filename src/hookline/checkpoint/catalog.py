@@ -402,6 +402,8 @@ def find_checkpoint(
         weights_suffice: In a folder with several checkpoints, one that has only the model's weights
             may be the newest. Otherwise it is one that a run can resume from.
     """
+    if "://" in os.fspath(path):
+        raise CheckpointError(f"{path} is a URL. Copy the checkpoint into a folder, and give that.")
     path = user_path(path)
     if not path_exists(path):
         raise CheckpointError(f"{path} does not exist. {_ADVICE}")

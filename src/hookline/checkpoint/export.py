@@ -1,24 +1,19 @@
-"""Exporting the weights of a checkpoint to one file that other libraries load.
-
-Beside the file, `<file>.sha256` has its SHA-256 in the format of `sha256sum -c`.
-"""
+"""Exporting the weights of a checkpoint to one safetensors file that other libraries load."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from hookline.arguments import user_path
-from hookline.checkpoint.atomic_files import replace_file, write_atomic
+from hookline.checkpoint.atomic_files import replace_file
 from hookline.checkpoint.catalog import is_checkpoint
 from hookline.checkpoint.folder import Checkpoint, load_checkpoint
 from hookline.errors import CheckpointError, listed
@@ -31,7 +26,6 @@ class ExportedWeights:
 
     Attributes:
         path: The file.
-        sha256: Its SHA-256, in hexadecimal.
         size: Its size in bytes.
         tensors: How many tensors it contains.
         tied: Names of tied weights that are not in the file, and the name of the tensor that is.
@@ -39,7 +33,6 @@ class ExportedWeights:
     """
 
     path: Path
-    sha256: str
     size: int
     tensors: int
     tied: dict[str, str]
@@ -47,59 +40,40 @@ class ExportedWeights:
 
 
 def export_weights(
-    checkpoint: Path,
-    file: Path,
-    *,
-    file_format: Literal["safetensors", "torch"] = "safetensors",
-    averaged: bool = False,
-    replace: bool = False,
+    checkpoint: Path, file: Path, *, averaged: bool = False, replace: bool = False
 ) -> ExportedWeights:
-    """Write the weights of a checkpoint to a file, after verifying the checkpoint.
+    """Write the weights of a checkpoint to a safetensors file, after verifying the checkpoint.
 
     The file appears when it is complete. Names lose the prefixes that `torch.compile` and DDP add.
-    A safetensors file contains tied weights once, under their first name, as transformers writes
-    and expects them; a file of torch contains them under all their names, in the same memory.
+    It contains tied weights once, under their first name, as transformers writes and expects them.
 
     Args:
         checkpoint: The checkpoint's folder.
         file: Where to write.
-        file_format: `safetensors`, which transformers and the library safetensors load; or `torch`,
-            which PyTorch loads with `weights_only=True`.
         averaged: Write the average that the hook EMA has kept, instead of the training weights.
         replace: Replace an existing file.
     """
     checkpoint, file = user_path(checkpoint), user_path(file)
-    sums = file.with_name(f"{file.name}.sha256")
     if is_checkpoint(file.parent):
         raise CheckpointError(f"{file.parent} is a checkpoint, which is not changed. Give another.")
-    for existing in (file, sums):
-        if not replace and os.path.lexists(existing):
-            raise CheckpointError(
-                f"{existing} exists. Give another file, or allow that it is replaced."
-            )
+    if not replace and os.path.lexists(file):
+        raise CheckpointError(f"{file} exists. Give another file, or allow that it is replaced.")
     loaded = load_checkpoint(checkpoint)
     values = _remove_prefixes(loaded.model)
     weights = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if averaged:
         weights = _use_averages(weights, loaded)
-    tied = _find_tied(weights) if file_format == "safetensors" else {}
+    tied = _find_tied(weights)
     written = {name: value for name, value in weights.items() if name not in tied}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(file) as temporary:
-            if file_format == "torch":
-                torch.save(written, temporary)
-            else:
-                _write_safetensors(temporary, written, tied)
-            with temporary.open("rb") as stream:
-                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            _write_safetensors(temporary, written, tied)
             size = temporary.stat().st_size
-            sums.unlink(missing_ok=True)  # that of an older file does not match the new one
-        write_atomic(sums, f"{sha256}  {file.name}\n")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} could not be written: {error}.") from error
     left_out = [name for name in values if name not in weights]
-    return ExportedWeights(file, sha256, size, len(written), tied, left_out)
+    return ExportedWeights(file, size, len(written), tied, left_out)
 
 
 def _write_safetensors(file: Path, weights: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
@@ -110,8 +84,8 @@ def _write_safetensors(file: Path, weights: Mapping[str, Tensor], tied: Mapping[
         save_file(values, file, metadata={"format": "pt", **tied})  # sets the mode to 0600
     except KeyError as error:
         raise CheckpointError(
-            f"A safetensors file cannot contain tensors of {error.args[0]}. Export with the format "
-            "'torch'."
+            f"A safetensors file cannot contain tensors of {error.args[0]}. Load the checkpoint in "
+            "Python, with hookline.checkpoint.load_checkpoint(…).model."
         ) from None
     file.chmod(mode)
 

@@ -216,20 +216,13 @@ class Retention:
         checkpoint = self._find_pending(path)
         if checkpoint is None:
             return False
-        self._register(checkpoint, path)
-        for earlier in list(self._pending.values()):  # reported while the writer was not registered
-            folder = self.folder / earlier.name
-            if earlier.number < checkpoint.number and _read_created(folder) is not None:
-                self._register(earlier, folder)
+        self._take_pending(checkpoint)
+        created = _read_created(path) or ""
+        self._saved.append(replace(checkpoint, name=path.name, created=created))
         self._resumed_from = None
         self._forget_missing()
         self._apply_rules()
         return True
-
-    def _register(self, checkpoint: RetainedCheckpoint, path: Path) -> None:
-        self._take_pending(checkpoint)
-        created = _read_created(path) or ""
-        self._saved.append(replace(checkpoint, name=path.name, created=created))
 
     def discard(self, path: Path) -> RetainedCheckpoint | None:
         """Free a reserved name whose checkpoint could not be saved; return what was reserved."""
@@ -329,7 +322,7 @@ class Retention:
                 touched; without an id, only those in the restored state are recognized.
         """
         try:
-            self._complete_save(path, writer, run_id)
+            self._complete_save(path, run_id)
         finally:
             self._find_saved(writer, run_id)
             self._resumed_from = path.name
@@ -354,33 +347,24 @@ class Retention:
             log.info("Not in %s, and forgotten: %s.", self.folder, listed(restored))
         self._restored = []
 
-    def _complete_save(self, path: Path, writer: str, run_id: str | None) -> None:
+    def _complete_save(self, path: Path, run_id: str | None) -> None:
         """Make the checkpoints that were requested at the same boundary and are not there.
 
-        Several requests at one boundary are one save into several folders, or two if some are for
-        weights only. The process may have died between two of them.
+        Several requests at one boundary are one save into several folders, and the process may have
+        died between two of them. Those for weights only were written before.
         """
-        from hookline.checkpoint import folder as folders  # here, because it imports torch
-
         info = read_manifest(path)["info"]
-        if run_id is None or info.get("run_id") != run_id:
+        if self._weights_only or run_id is None or info.get("run_id") != run_id:
             return
         for checkpoint in self._latest:
             folder = self.folder / checkpoint.name
             if checkpoint.step != info.get("step") or os.path.lexists(folder):
                 continue
-            if not self._weights_only:
-                with temporary_folder(self.folder, folder.name) as temporary:
-                    copy = shutil.copytree(path, temporary / "copy", copy_function=_link_or_copy)
-                    sync(copy)
-                    copy.rename(folder)
-                sync(self.folder)
-                continue
-            full = folders.load_checkpoint(path)
-            state = {"hooks": {writer: full.state["hooks"][writer]}}
-            folders.save_checkpoint(
-                folder, model=full.model, state=state, info={**full.info, "weights_only": True}
-            )
+            with temporary_folder(self.folder, folder.name) as temporary:
+                copy = shutil.copytree(path, temporary / "copy", copy_function=_link_or_copy)
+                sync(copy)
+                copy.rename(folder)
+            sync(self.folder)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from time import monotonic, perf_counter, sleep
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 from torch import Tensor
@@ -60,7 +60,6 @@ _LOWEST_PRIORITY = 19
 _CHUNK = 1 << 25
 _LONGEST_PAUSE = 0.1  # seconds; a slow disk does not need pauses
 _NOTE = "shard.json"  # of a rank other than 0
-_ABANDONED = "abandoned"
 _LONGEST_WAIT = 600.0  # seconds, for the other ranks
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 _ADVICE = {
@@ -84,7 +83,6 @@ class SaveResult:
         info: The manifest's `info`.
         error: What failed. With a `path`, the checkpoint is complete, and syncing its folder or
             moving `last` failed.
-        replaced: It was abandoned for a newer save.
         seconds: From the request to the end of writing.
     """
 
@@ -92,7 +90,6 @@ class SaveResult:
     path: Path | None
     info: Mapping[str, Any]
     error: CheckpointError | None
-    replaced: bool
     seconds: float
 
 
@@ -128,13 +125,11 @@ class SharedSaves:
 class CheckpointSaver:
     """Copies a state on the calling thread, and writes it as a checkpoint on another thread.
 
-    At most one save is being written. A process that ends normally finishes it first.
+    At most one save is being written, and the next one waits for it. A process that ends normally
+    finishes it first.
 
     Args:
         background: Write on another thread; otherwise before `save` returns.
-        when_busy: What `save` does while the previous checkpoint is being written: `wait` for it,
-            or `replace` it: that checkpoint is abandoned. A save that replaced another one is
-            not replaced itself, so that checkpoints are completed at any rate of requests.
 
     Example:
         ```python
@@ -147,12 +142,9 @@ class CheckpointSaver:
         ```
     """
 
-    def __init__(
-        self, *, background: bool = True, when_busy: Literal["wait", "replace"] = "wait"
-    ) -> None:
+    def __init__(self, *, background: bool = True) -> None:
         import_module("filelock")  # not on the writing thread: a fork during it could deadlock
         self._background = background
-        self._when_busy = when_busy
         self._buffers = SnapshotBuffers()
         self._write: _Write | None = None
         self._results: deque[SaveResult] = deque()
@@ -203,7 +195,7 @@ class CheckpointSaver:
         if rank:
             encoded, folders = encoded.shards_only(), folders[:1]
         folders = [Path(folder).absolute() for folder in folders]  # the process may change its own
-        replaces = self._finish_previous()
+        self.wait()
         try:
             files = self._buffers.copy(encoded, rank)
         except (RuntimeError, MemoryError) as failure:  # there is not enough memory
@@ -215,14 +207,14 @@ class CheckpointSaver:
             writer.requested = folders[0]
             self._shards.append(writer)
         move_last = not (info.get("emergency") or info.get("weights_only"))
-        self._write = _Write(writer, folders, move_last, self._results, replaces)
+        self._write = _Write(writer, folders, move_last, self._results)
         if self._background:
             self._write.start()
         else:
             self._write.run()
 
     def finished(self) -> list[SaveResult]:
-        """Return what became durable, failed or was replaced since the last call."""
+        """Return what became durable or failed since the last call."""
         results: list[SaveResult] = []
         while self._results:
             results.append(self._results.popleft())
@@ -249,24 +241,13 @@ class CheckpointSaver:
         self._write = None
         self._buffers = SnapshotBuffers()
 
-    def _finish_previous(self) -> bool:
-        """Wait until the memory may be used again; return whether a save was replaced."""
-        previous = self._write
-        if previous is None or not previous.is_running():
-            return False
-        replace = self._when_busy == "replace" and not previous.replaces
-        if replace:
-            previous.writer.is_abandoned = True
-        previous.wait()
-        return replace
-
 
 def _not_copied(folder: Path, failure: Exception, info: Any) -> SaveResult:
     error = CheckpointError(
         f"The checkpoint {folder} was not written, because the state could not be copied: {failure}"
     )
     error.__cause__ = failure
-    return SaveResult(folder, None, decode(info, {}), error, replaced=False, seconds=0.0)
+    return SaveResult(folder, None, decode(info, {}), error, seconds=0.0)
 
 
 class _Write:
@@ -282,14 +263,13 @@ class _Write:
         folders: Sequence[Path],
         move_last: bool,
         results: deque[SaveResult],
-        replaces: bool,
     ) -> None:
         self.writer = writer
-        self.replaces = replaces
         self._folders = folders
         self._move_last = move_last
         self._results = results
         self._started, self._done = threading.Event(), threading.Event()
+        self._claim = threading.Lock()  # of the thread, or of who does not wait for it any more
         self._process = os.getpid()
         self._thread: int | None = None
         self._is_awaited = False
@@ -302,8 +282,7 @@ class _Write:
         except RuntimeError:  # too many threads, or the interpreter is about to exit
             self.run()
         except BaseException:  # of a signal's handler: the thread may or may not have started
-            if not self._started.wait(_START_SECONDS):
-                self.writer.is_abandoned = True
+            if not self._started.wait(_START_SECONDS) and self._claim.acquire(blocking=False):
                 self._done.set()
             raise
 
@@ -327,6 +306,8 @@ class _Write:
 
     def _run_in_thread(self) -> None:
         self._started.set()
+        if not self._claim.acquire(blocking=False):
+            return
         self._thread = threading.get_native_id()
         if not self._is_awaited:
             self._set_niceness(_NICENESS)
@@ -343,10 +324,6 @@ class _Write:
 # -- writing the files -----------------------------------------------------------------------------
 
 
-class _AbandonedError(Exception):
-    """The write was abandoned for a newer save."""
-
-
 class CheckpointWriter:
     """Writes the same files into one folder after another; later ones get hard links."""
 
@@ -359,7 +336,6 @@ class CheckpointWriter:
         tree: Any = None,
         shared: SharedSave | None = None,
     ) -> None:
-        self.is_abandoned = False  # set by another thread
         self.is_urgent = True  # whether somebody waits; otherwise the write pauses between chunks
         self._files = dict(files)
         self._tree = tree
@@ -376,19 +352,16 @@ class CheckpointWriter:
         """Write a checkpoint that is durable afterwards; errors are part of the result."""
         self._path = None
         error: CheckpointError | None = None
-        replaced = False
         try:
             hidden = folder.name.startswith(".") or folder.name in ("last", "best")
             if hidden:  # the name of an unfinished checkpoint, or of a pointer
                 log.warning("%s is saved as _%s: its name is reserved.", folder, folder.name)
             self._write(folder.with_name(f"_{folder.name}") if hidden else folder, move_last)
-        except _AbandonedError:
-            replaced = True
         except Exception as failure:
             error = CheckpointError(_describe_failure(failure, folder, self._path))
             error.__cause__ = failure
         seconds = perf_counter() - self._begin
-        return SaveResult(folder, self._path, decode(self._info, {}), error, replaced, seconds)
+        return SaveResult(folder, self._path, decode(self._info, {}), error, seconds)
 
     def _write(self, folder: Path, move_last: bool) -> None:
         for file in self._synced:
@@ -445,8 +418,6 @@ class CheckpointWriter:
         for rank in range(1, shared.size):
             theirs = self._wait_for_note(folder.parent.parent, shared.folder_name(rank), rank)
             note = json.loads((theirs / _NOTE).read_bytes())
-            if note.get("error") == _ABANDONED:
-                raise _AbandonedError
             if "error" in note:
                 raise OSError(note["error"])
             for name, facts in note["files"].items():
@@ -456,8 +427,6 @@ class CheckpointWriter:
     def _wait_for_note(self, parent: Path, name: str, rank: int) -> Path:
         end = monotonic() + _LONGEST_WAIT
         while monotonic() < end:
-            if self.is_abandoned:
-                raise _AbandonedError
             for note in parent.glob(f"{TEMPORARY}{name}-*.hookline/{_NOTE}"):
                 return note.parent
             sleep(0.02)
@@ -478,8 +447,6 @@ class CheckpointWriter:
         handle = os.open(file, _CREATE, 0o666)
         try:
             for start in range(0, len(data), _CHUNK):
-                if self.is_abandoned and file.name in self._files:  # the manifest is the end
-                    raise _AbandonedError
                 begin = perf_counter()
                 chunk = data[start : start + _CHUNK]
                 digest.update(chunk)
@@ -511,14 +478,10 @@ class ShardWriter(CheckpointWriter):
             for file, data in self._files.items():
                 digest = self._write_file(self._folder / file, data)
                 note["files"][file] = {"size": len(data), "xxh3_64": digest}
-        except _AbandonedError:
-            note = {"error": _ABANDONED}
         except OSError as failure:
             note = {"error": f"rank {self._shared.rank}: {failure}"}
         self._write_file(self._folder / f".{_NOTE}", memoryview(json.dumps(note).encode()))
         (self._folder / f".{_NOTE}").rename(self._folder / _NOTE)
-        if note.get("error") == _ABANDONED:
-            raise _AbandonedError
 
     def close(self) -> None:
         """Remove the temporary folder, once rank 0 has finished."""

@@ -114,12 +114,11 @@ def _print_traceback(error: Exception) -> None:
 
 
 def _end(message: str, code: int, error: Exception | None = None) -> NoReturn:
-    """Print an error and exit; of several processes, the one that has failed first prints it."""
+    """Print an error and exit; torchrun shows that of the process which has failed first."""
     if error is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        from hookline.loop.torchrun import is_first_failure
+        from hookline.loop.torchrun import report_error
 
-        if not is_first_failure(error):
-            sys.exit(code)
+        report_error(error)
         message = f"[rank {os.environ.get('RANK', '?')}] {message}"
     print_text(printable_lines(f"hookline: {mask_text(message)}"), sys.stderr)
     sys.exit(code)

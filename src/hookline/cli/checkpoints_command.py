@@ -1,12 +1,13 @@
-"""`hookline checkpoints`: list the checkpoints of a run, show, verify, prune and export them."""
+"""`hookline checkpoints`: list the checkpoints of a run, verify and export them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,11 +22,12 @@ from hookline.cli.command_base import (
 from hookline.cli.text_output import print_json, progress_bar, show, show_lines
 from hookline.errors import CheckpointError, listed, nearest
 from hookline.interrupts import HeldInterrupts
-from hookline.text_tables import join_some
+from hookline.text_tables import format_table, join_some
 
 if TYPE_CHECKING:
     from hookline.runs.checkpoint_reader import SavedCheckpoint
 
+_MAX_ROWS = 2000
 _STYLES = {
     r"\A.*": "bold",
     r"(?<=  )(complete|ok)\b": "green",
@@ -54,7 +56,7 @@ CheckpointName = Annotated[
 
 @checkpoints_app.callback(invoke_without_command=True)
 def checkpoints(context: typer.Context) -> None:
-    """List the checkpoints of a run, show, verify, prune and export them.
+    """List the checkpoints of a run, verify and export them.
 
     Example: **hookline checkpoints list 20261115-210655-3f9c7b**
     """
@@ -78,45 +80,51 @@ def list_checkpoints(
 
     Example: **hookline checkpoints list 20261115-210655-3f9c7b**
     """
-    from hookline.cli.checkpoint_tables import format_list
-
     folder = _find_folder(run, runs)
     complete, damage = folder.read()
     if as_json:
         found = [{"name": one.path.name, **asdict(one), "damage": None} for one in complete]
         print_json([*found, *({"name": name, "damage": text} for name, text in damage.items())])
     elif complete or damage:
-        show(format_list(complete, damage), _STYLES)
+        show(_as_table(complete, damage), _STYLES)
     else:
         advice = "To save some, add the hook ModelCheckpoint."
         show_lines([f"{folder.path} contains no checkpoints. {advice}"])
 
 
-# -- show -----------------------------------------------------------------------------------------
+def _as_table(complete: Sequence[SavedCheckpoint], damage: Mapping[str, str]) -> str:
+    """Return checkpoints as a table, damaged ones with what is wrong with them."""
+    from rich.filesize import decimal
+
+    from hookline.runs.formatting import format_number
+
+    headers = ("checkpoint", "step", "epoch", "size", "age", "status", "", "metrics")
+    rows = [
+        (
+            *(one.path.name, format_number(one.step), format_number(one.epoch)),
+            *(decimal(one.size), _format_age(one.created), "complete", _format_labels(one)),
+            join_some(f"{name} {format_number(value)}" for name, value in one.metrics.items()),
+        )
+        for one in complete
+    ]
+    rows += [(name, "", "", "", "", "damaged", "", problem) for name, problem in damage.items()]
+    return format_table(headers, rows, limit=_MAX_ROWS)
 
 
-@checkpoints_app.command("show")
-def show_checkpoint(
-    run: RunWithCheckpoints,
-    checkpoint: CheckpointName = None,
-    runs: RunsFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Show one checkpoint: its weights with shapes and dtypes, its state, files and hashes.
+def _format_age(created: str) -> str:
+    from hookline.runs.formatting import format_duration
 
-    Example: **hookline checkpoints show 20261115-210655-3f9c7b --checkpoint best**
+    try:
+        age = datetime.now(UTC) - datetime.fromisoformat(created)
+    except (ValueError, TypeError):
+        return "?"
+    return format_duration(max(0.0, age.total_seconds()))
 
-    By its folder: **hookline checkpoints show runs/20261115-210655-3f9c7b/checkpoints/step_000120**
-    """
-    from hookline.checkpoint.contents import read_contents
-    from hookline.cli.checkpoint_tables import format_contents
 
-    path = _find_folder(run, runs).choose(checkpoint)
-    contents = read_contents(path)
-    if as_json:
-        print_json({"path": str(path), **asdict(contents)})
-    else:
-        show(format_contents(path, contents))
+def _format_labels(one: SavedCheckpoint) -> str:
+    labels = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
+    labels["weights-only"] = one.is_weights_only
+    return " ".join(label for label, applies in labels.items() if applies)
 
 
 # -- verify ---------------------------------------------------------------------------------------
@@ -136,7 +144,6 @@ def verify_checkpoints(
     Example: **hookline checkpoints verify 20261115-210655-3f9c7b**
     """
     from hookline.checkpoint.catalog import scan_checkpoints
-    from hookline.text_tables import format_table
 
     folder = _find_folder(run, runs)
     one = folder.choose(checkpoint) if checkpoint is not None else folder.named
@@ -169,135 +176,6 @@ def _verify_all(paths: Sequence[Path]) -> dict[Path, str | None]:
     return problems
 
 
-# -- prune ----------------------------------------------------------------------------------------
-
-
-@checkpoints_app.command()
-def prune(
-    run: RunWithCheckpoints,
-    keep_last: Annotated[int, typer.Option(help="Keep the newest N.", min=0, metavar="N")] = 0,
-    keep_best: Annotated[
-        int,
-        typer.Option(help="Keep the K best by --metric.", min=0, metavar="K"),
-    ] = 0,
-    metric: Annotated[
-        str | None, typer.Option(help="The metric, such as val/loss.", metavar="NAME")
-    ] = None,
-    mode: Annotated[
-        Literal["min", "max"],
-        typer.Option(help="Whether low or high values are better."),
-    ] = "min",
-    keep_every: Annotated[
-        int | None,
-        typer.Option(
-            help="Of every M steps, keep the first checkpoint.",
-            min=1,
-            metavar="M",
-        ),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove them.")] = False,
-    runs: RunsFolder = None,
-    as_json: Json = False,
-) -> None:
-    """Remove checkpoints that are no longer needed.
-
-    Without **--yes** the command shows what it would remove. A checkpoint that any option keeps is
-    kept. Always kept: the newest, those that **last** and **best** name or that a link beside them
-    names, those that were saved after a crash, damaged ones, and folders with other files. The
-    newest is verified first. The run must not be training.
-
-    Example: **hookline checkpoints prune 20261115-21 --keep-last 2 --keep-every 1000 --yes**
-
-    The three best: **hookline checkpoints prune 20261115-21 --keep-best 3 --metric val/loss**
-    """
-    from hookline.checkpoint.retention import KeepRules
-    from hookline.cli.checkpoint_tables import format_pruning, format_size
-    from hookline.runs.checkpoint_reader import choose_kept
-
-    if not (keep_last or keep_best or keep_every):
-        raise typer.BadParameter(
-            "expected at least one rule about what is kept.",
-            param_hint="'--keep-last', '--keep-best' or '--keep-every'",
-        )
-    if bool(keep_best) != bool(metric):
-        raise bad_value("--keep-best", "--keep-best and --metric belong together.")
-    folder = _find_folder(run, runs)
-    complete, damage = folder.read()
-    links = {name: path for name in damage if (path := folder.path / name).is_symlink()}
-    damage = {name: problem for name, problem in damage.items() if name not in links}
-    linked = {path.resolve() for path in links.values()}
-    if metric is not None and metric.startswith("eval/"):  # another name of val/…
-        metric = f"val/{metric.removeprefix('eval/')}"
-    known = {name for one in complete for name in one.metrics}
-    if metric is not None and metric not in known:
-        raise CheckpointError(
-            f"No checkpoint in {folder.path} has the metric '{metric}'.{nearest(metric, known)} "
-            f"Metrics of these checkpoints: {listed(sorted(known))}."
-        )
-    reasons = choose_kept(complete, KeepRules(keep_last, keep_best, mode, keep_every), metric)
-    for one, why in zip(complete, reasons, strict=True):
-        if one.path.resolve() in linked:
-            why.append("link")
-    unneeded = [one for one, kept in zip(complete, reasons, strict=True) if not kept]
-    if yes and unneeded:
-        _check_not_training(folder.path)
-        _check_newest(complete)
-        unneeded = _remove(unneeded)
-    if as_json:
-        kept = dict(zip((one.path.name for one in complete), reasons, strict=True))
-        gone = [one.path.name for one in unneeded]
-        print_json({"removed" if yes else "would_remove": gone, "kept": kept, "damaged": damage})
-        return
-    show(format_pruning(complete, reasons, damage))
-    size = format_size(sum(one.size for one in unneeded))
-    count = f"{len(unneeded)} of {len(complete)} checkpoints ({size})"
-    if yes:
-        show(f"\nRemoved {count}.", {})
-    else:
-        show(f"\nWould remove {count}." + " To remove them, add --yes." * bool(unneeded), {})
-
-
-def _check_not_training(folder: Path) -> None:
-    """Raise if a process may still be writing the run of these checkpoints."""
-    from hookline.runs.location import find_run_of_checkpoint
-    from hookline.runs.reader import OpenedRun
-
-    run = find_run_of_checkpoint(folder.resolve() / "any")
-    opened = None if run is None else OpenedRun(run)
-    if opened is None or opened.status != "training":
-        return
-    raise CheckpointError(
-        f"The run {opened.id} is still training. Nothing was removed. Wait until it ends; if its "
-        "machine is gone, resume the run first."
-    )
-
-
-def _check_newest(complete: Sequence[SavedCheckpoint]) -> None:
-    """Raise if the newest checkpoint, which remains, is damaged: an older one may be needed."""
-    regular = [one for one in complete if not one.is_emergency]
-    full = [one for one in regular if not one.is_weights_only]
-    newest = (full or regular)[-1].path  # the one that a run would resume from
-    problem = _verify_all([newest])[newest]
-    if problem is not None:
-        raise CheckpointError(
-            f"{newest}{os.sep}{problem}. Nothing was removed, because the newest checkpoint is "
-            "damaged. Move it away, and run the command again."
-        )
-
-
-def _remove(unneeded: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Remove checkpoints, and return those that were removed; raise if some were not."""
-    from hookline.checkpoint.retention import remove_checkpoint
-
-    removed = [one for one in unneeded if remove_checkpoint(one.path)]
-    left = [one.path.name for one in unneeded if one not in removed]
-    if left:
-        raise CheckpointError(
-            f"Removed {len(removed)} of {len(unneeded)} checkpoints. Not removed: {listed(left)}."
-        )
-    return removed
-
-
 # -- export ---------------------------------------------------------------------------------------
 
 
@@ -310,15 +188,11 @@ def export(
         typer.Option(
             *("--out", "-o"),
             help="The file to write, or an existing folder; by default the checkpoint's name with "
-            ".safetensors or .pt.",
+            ".safetensors.",
             metavar="FILE",
             parser=user_path,
         ),
     ] = None,
-    file_format: Annotated[
-        Literal["safetensors", "torch"],
-        typer.Option("--format", help="The format of the file."),
-    ] = "safetensors",
     averaged: Annotated[
         bool, typer.Option("--ema", help="Export the average that the hook EMA has kept.")
     ] = False,
@@ -326,35 +200,32 @@ def export(
     runs: RunsFolder = None,
     as_json: Json = False,
 ) -> None:
-    """Write the weights of a checkpoint to one file, with its SHA-256 beside it.
+    """Write the weights of a checkpoint to one safetensors file.
 
-    A safetensors file is loaded by **safetensors.torch.load_file** and by transformers: write it as
-    model.safetensors into a folder with the model's config.json. With **--format torch** it is
-    loaded by **torch.load(file, weights_only=True)**. Tied weights are in a safetensors file once,
-    as transformers expects; **safetensors.torch.load_model** loads it into any model.
+    It is loaded by **safetensors.torch.load_file** and by transformers: write it as
+    model.safetensors into a folder with the model's config.json. Tied weights are in it once, as
+    transformers expects; **safetensors.torch.load_model** loads it into any model.
 
     Example: **hookline checkpoints export 20261115-21 -c best -o model.safetensors**
-
-    Check the file: **sha256sum -c model.safetensors.sha256**
     """
+    from rich.filesize import decimal
+
     path = _find_folder(run, runs).choose(checkpoint)
-    ending = "safetensors" if file_format == "safetensors" else "pt"
-    file = out or Path(f"{path.name}.{ending}")
+    file = out or Path(f"{path.name}.safetensors")
     if file.is_dir():
-        file = file / f"model.{ending}"
+        file = file / "model.safetensors"
     if os.path.lexists(file) and not force:
         raise bad_value("--out", f"'{file}' exists; give another file, or --force to replace it.")
     with HeldInterrupts():
         from hookline.checkpoint.export import export_weights
-        from hookline.cli.checkpoint_tables import format_size
-    done = export_weights(path, file, file_format=file_format, averaged=averaged, replace=force)
+
+    done = export_weights(path, file, averaged=averaged, replace=force)
     if as_json:
         print_json({"checkpoint": str(path), **asdict(done)})
         return
     lines = [
         f"checkpoint  {path}",
-        f"file        {done.path}, {format_size(done.size)}, {done.tensors} tensors",
-        f"sha256      {done.sha256}",
+        f"file        {done.path}, {decimal(done.size)}, {done.tensors} tensors",
         *(f"tied        {name} is {other}" for name, other in done.tied.items()),
     ]
     if done.left_out:

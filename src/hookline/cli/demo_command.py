@@ -110,7 +110,8 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
         trainer.fit(train, val)
     except KeyboardInterrupt:
         if trainer.run is not None:
-            _show_line(f"The interrupted run is in {shorten_path(trainer.run.path)}")
+            place = shorten_path(trainer.run.path)
+            console.print(printable(f"The interrupted run is in {place}", 1000))
         raise
 
     hooks: dict[str, Any] = {name: trainer.hooks.get_hook(name) for name in trainer.hooks}
@@ -120,10 +121,6 @@ def run_demo(*, steps: int, out: Path, seed: int) -> None:
 
 
 # -- output ---------------------------------------------------------------------------------------
-
-
-def _show_line(text: str) -> None:
-    console.print(printable(text, 1000))
 
 
 def _show_heading(title: str) -> None:
@@ -153,21 +150,19 @@ def _show_curve(points: list[tuple[int, float]]) -> None:
         console.print(f"  step {step:>5}  {loss:6.3f}  {bar}{note}")
 
 
-def _show_files(run: Path, checkpoint: Path | None) -> None:
-    files = {"run": str(shorten_path(run))}
-    if checkpoint is not None:
-        digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
-        files |= {
-            "checkpoint": str(shorten_path(checkpoint)),
-            "weights": f"{digest[:16]} (of the file's sha256; the same for the same options)",
-        }
-    files["metrics"] = "metrics.jsonl in the run: every loss and gradient norm, one per line"
-    files["source"] = __file__
-    report = run / "report.html"
-    if report.is_file():
+def _show_files(run: Path, checkpoint: Path) -> None:
+    digest = hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    files = {
+        "run": shorten_path(run),
+        "checkpoint": shorten_path(checkpoint),
+        "weights": f"{digest[:16]} (of the file's sha256; the same for the same options)",
+        "metrics": "metrics.jsonl in the run: every loss and gradient norm, one per line",
+        "source": __file__,
+    }
+    if (report := run / "report.html").is_file():
         files["report"] = f"{shorten_path(report)} (open it in a browser)"
     for name, value in files.items():
-        _show_line(f"{name:10}  {value}")
+        console.print(printable(f"{name:10}  {value}", 1000))
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -218,29 +213,6 @@ def _generate(model: nn.Module, text: Text, seed: int) -> str:
 # -- model ----------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """A transformer block: causal attention and an MLP, both with residual connections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.norm_2 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output."""
-        batch, length, _ = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, WIDTH))
-        added: Tensor = self.down(F.gelu(self.up(self.norm_2(x))))
-        return x + added
-
-
 class GPT(nn.Module):
     """A transformer that predicts the next character."""
 
@@ -248,7 +220,11 @@ class GPT(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        options: Any = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, **options)
+            for _ in range(BLOCKS)
+        )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         for table, std in ((self.token, 0.3), (self.position, 0.3), (self.head, 0.02)):
@@ -256,9 +232,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the next character at each position."""
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        length = tokens.shape[1]
+        x = self.token(tokens) + self.position.weight[:length]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask, is_causal=True)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

@@ -72,8 +72,6 @@ def group_hooks(hooks: Iterable[KnownHook]) -> dict[str, list[KnownHook]]:
 
 
 def _group_title(known: KnownHook) -> str:
-    if known.package != "hookline":
-        return f"From the package {known.package}"
     parts = known.path.split(".")
     return GROUPS[parts[2] if parts[1] == "hooks" else parts[1]]
 
@@ -87,7 +85,6 @@ def describe_hook(known: KnownHook) -> dict[str, Any]:
         "name": known.name,
         "kind": kind.hookline_kind,
         "class": known.path,
-        "package": known.package,
         "purpose": purpose,
         "text": text,
         "options": [_option(one) for one in get_options(kind).values()],

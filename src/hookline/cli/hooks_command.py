@@ -31,7 +31,7 @@ def _complete(incomplete: str) -> list[str]:
 
 @hooks_app.callback(invoke_without_command=True)
 def hooks(context: typer.Context, as_json: Json = False) -> None:
-    """List all named hooks: built-in hooks, and hooks of installed packages.
+    """List all built-in hooks.
 
     The kinds: a **loop** hook is called by events, a **forward** hook receives the model's output,
     an **update** transforms gradients, a **probe** is attached to modules of the model.
@@ -74,36 +74,20 @@ def show_hook(
         _show(_as_text(facts))
 
 
-def events(as_json: Json = False) -> None:
+def events() -> None:
     """List all events: when each occurs, its aliases, and the arguments that hooks may declare.
 
     Example: **hookline events**
     """
-    from hookline.events import COMMON, EVENTS, LOOP_MAP, Argument
+    from hookline.events import COMMON, EVENTS, LOOP_MAP
 
-    def arguments(given: Iterable[Argument]) -> list[dict[str, Any]]:
-        return [{"name": a.name, "aliases": list(a.aliases), "meaning": a.doc} for a in given]
-
-    listed: list[dict[str, Any]] = [
-        {
-            "name": event.name,
-            "aliases": list(event.aliases),
-            "when": event.doc,
-            "arguments": arguments(event.own),
-        }
-        for event in EVENTS.values()
-    ]
-    common = arguments(COMMON)
-    if as_json:
-        print_json({"events": listed, "common": common, "loop": LOOP_MAP})
-        return
     lines = ["The loop", "", textwrap.indent(LOOP_MAP.rstrip(), "  "), "", "Events", ""]
-    for one in listed:
-        lines += [f"  {_with_aliases(one)}", f"      {one['when']}"]
-        if one["arguments"]:
-            asks = ", ".join(_with_aliases(a) for a in one["arguments"])
-            lines.append(_wrapped(f"own arguments: {asks}", "      "))
-    lines += ["", "Every event also has", "", _columns((a["name"], a["meaning"]) for a in common)]
+    for event in EVENTS.values():
+        lines += [f"  {_with_aliases(event)}", f"      {event.doc}"]
+        if event.own:
+            own = ", ".join(map(_with_aliases, event.own))
+            lines.append(_wrapped(f"own arguments: {own}", "      "))
+    lines += ["", "Every event also has", "", _columns((one.name, one.doc) for one in COMMON)]
     lines += ["", "A hook receives the arguments that its method declares, such as"]
     lines += ["    def on_step_end(self, step, loss): …"]
     _show("\n".join(lines))
@@ -135,7 +119,7 @@ def _entry(known: Any) -> dict[str, Any]:
     """Return one line of the list; a hook that cannot be loaded has a problem instead."""
     from hookline.cli.hook_facts import describe_hook
 
-    entry = {"name": known.name, "package": known.package, "class": known.path}
+    entry = {"name": known.name, "class": known.path}
     try:
         facts = describe_hook(known)
     except HooklineError as error:
@@ -158,7 +142,6 @@ def _as_text(facts: dict[str, Any]) -> str:
             [
                 ("kind", facts["kind"]),
                 ("class", facts["class"]),
-                ("package", facts["package"]),
                 ("order", f"called {facts['order']}"),
                 ("ranks", f"called in {RANKS[facts['ranks']]}"),
                 ("behaviour", describe_behaviour(facts)),
@@ -186,9 +169,9 @@ def _options(options: list[dict[str, Any]]) -> str:
 # -- text -----------------------------------------------------------------------------------------
 
 
-def _with_aliases(one: dict[str, Any]) -> str:
-    aliases = f" ({', '.join(one['aliases'])})" if one["aliases"] else ""
-    return f"{one['name']}{aliases}"
+def _with_aliases(one: Any) -> str:
+    """Return an event or argument with its other names."""
+    return f"{one.name} ({', '.join(one.aliases)})" if one.aliases else one.name
 
 
 def _wrapped(text: str, indent: str) -> str:

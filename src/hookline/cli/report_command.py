@@ -15,9 +15,7 @@ from hookline.cli.command_base import (
     check_runs_folder,
     exit_on_interrupt,
 )
-from hookline.cli.text_output import print_json, progress_bar, show_lines
-
-_LARGE = 50_000_000  # bytes of a log that takes a while to read
+from hookline.cli.text_output import print_json, show_lines
 
 
 def report(
@@ -39,7 +37,6 @@ def report(
     ] = None,
     folder: RunsFolder = None,
     as_json: Json = False,
-    opens: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
     """Write a report of one or several runs: one HTML file that needs no network.
 
@@ -50,23 +47,17 @@ def report(
 
     Example: **hookline report 20261115-210655-3f9c7b -o report.html**
 
-    Example: **hookline report 20261115-21 20261115-22 -o both.html --open**
+    Example: **hookline report 20261115-21 20261115-22 -o both.html**
     """
     check_runs_folder(folder)
-    if out is None and (opens or not as_json):
+    if out is None and not as_json:
         out = Path("report.html")
     if out is not None:
         _check_out(out)
     with exit_on_interrupt():
         from hookline.report import make_report
 
-        with progress_bar() as update:
-
-            def show_progress(run: int, done: int, size: int) -> None:
-                if size >= _LARGE:
-                    update(f"run {run + 1}", done, size)
-
-            made = make_report(*runs, folder=folder or Path("runs"), progress=show_progress)
+        made = make_report(*runs, folder=folder or Path("runs"))
         written = None if out is None else made.write(out)
     if as_json:
         print_json({"report": None if written is None else str(written), **made.facts})
@@ -77,10 +68,6 @@ def report(
             left_out = [f"left out: {line}" for line in facts["left_out"]]
             show_lines([f"run {facts['id']}", *describe_facts(facts), *left_out])
         show_lines([f"report  {written}"])
-    if opens and written is not None:
-        import webbrowser
-
-        webbrowser.open(written.absolute().as_uri())
 
 
 def _check_out(out: Path) -> None:

@@ -32,7 +32,7 @@ from hookline.printable import printable, printable_lines
 
 _NEXT_OPTION = re.compile(r",(?=\s*[^\W\d]\w*\s*=)")  # a list has commas, too
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
-_FLAGS = re.compile(r"-[bBdiIEOPqsSuvx]+")  # of an interpreter; those that take no value
+_ISOLATING = re.compile(r"-[bBdiOPqsuvx]*([IES])[bBdiIEOPqsSuvx]*")  # flags of an interpreter
 
 
 class RunCommand(TyperCommand):
@@ -235,11 +235,10 @@ def _find_isolating_flag(command: list[str]) -> str | None:
     for option in options:
         if option in ("-W", "-X"):
             next(options, None)  # its value
-        elif _FLAGS.fullmatch(option):
-            for letter in set("IES").intersection(option):
-                return f"-{letter}"
-        elif not option.startswith(("-W", "-X")):
-            return None
+        elif found := _ISOLATING.fullmatch(option):
+            return f"-{found[1]}"
+        elif not option.startswith("-"):
+            break
     return None
 
 

@@ -109,31 +109,19 @@ def progress_bar() -> Generator[Callable[[str, int, int], None]]:
 
     It does nothing if stderr is not a terminal.
     """
-    if not sys.stderr.isatty():
-        yield lambda label, done, total: None
-        return
-    from rich import progress
     from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
 
-    bar = progress.Progress(
-        progress.TextColumn("{task.description}", markup=False),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    task = bar.add_task("")
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("")
 
-    def update(label: str, done: int, total: int) -> None:
-        bar.start()  # does nothing from the second time on
-        bar.update(task, description=printable(label, 60), completed=done, total=total)
+        def update(label: str, done: int, total: int) -> None:
+            description = escape(printable(label, 60))
+            bar.update(task, description=description, completed=done, total=total)
 
-    try:
         yield update
-    finally:
-        if bar.live.is_started:
-            bar.stop()
 
 
 class _PipeFile(io.FileIO):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from hookline.arguments import read_items, show_value
-from hookline.config.hook_names import is_packaged, load_hook_class
+from hookline.config.hook_names import load_hook_class
 from hookline.config.trainer_config import HooksConfig
 from hookline.dispatch import Registration
 from hookline.errors import ArgumentError, ConfigError, HooklineError, nearest
@@ -81,7 +81,6 @@ class HookItem:
                 f"'{self.name}' could not be created with {options} ({reason:.500})."
             ) from error
         hook.hookline_options = hook.hookline_options or mask_declared(hook_class, self.resolved)
-        hook.hookline_entry_point = self.name if is_packaged(self.name) else None
         return hook
 
     def register(self) -> Registration:

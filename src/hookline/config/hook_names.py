@@ -1,23 +1,14 @@
-"""Names of hooks: built-ins, hooks of installed packages, and class paths.
-
-An installed package names its hooks with entry points, which are read without importing them:
-
-    [project.entry-points."hookline.hooks"]
-    loss_ceiling = "acme_hooks:LossCeiling"
-"""
+"""Names of hooks: built-ins, and class paths."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from hookline.errors import ConfigError, listed, nearest
+from hookline.errors import ConfigError, nearest
 from hookline.hook import Hook
 
 BUILT_INS: Mapping[str, str] = {
@@ -49,7 +40,6 @@ BUILT_INS: Mapping[str, str] = {
     "mask": "hookline.updates.stateless.Mask",
     "clip_norm": "hookline.updates.stateless.ClipNorm",
     "clip_value": "hookline.updates.stateless.ClipValue",
-    "agc": "hookline.updates.stateless.AGC",
     "centralize": "hookline.updates.stateless.Centralize",
     "noise": "hookline.updates.stateful.Noise",
     "ema_filter": "hookline.updates.stateful.EMAFilter",
@@ -68,72 +58,27 @@ PROBES: Mapping[str, str] = {
 _OWN = {**BUILT_INS, **PROBES}
 
 
-@dataclass(frozen=True)
-class KnownHook:
+class KnownHook(NamedTuple):
     """A hook class that can be named in a configuration."""
 
     name: str
     path: str
     """The class path."""
 
-    package: str
-    """The distribution that provides it: `hookline`, or an installed package."""
-
-
-def packaged_hooks() -> tuple[KnownHook, ...]:
-    """Return the hooks of all installed packages, sorted by package and name."""
-    return _read_entry_points(tuple(sys.path))
-
-
-@lru_cache(maxsize=8)
-def _read_entry_points(search_path: tuple[str, ...]) -> tuple[KnownHook, ...]:
-    """Read the metadata of all packages, once per search path because it takes milliseconds."""
-    hooks = {
-        KnownHook(
-            name=point.name,
-            path=".".join(part for part in (point.module, point.attr) if part),
-            package=point.dist.name if point.dist is not None else "unknown",
-        )
-        for point in entry_points(group="hookline.hooks")
-    }
-    return tuple(sorted(hooks, key=lambda hook: (hook.package, hook.name)))
-
 
 def known_hooks() -> dict[str, KnownHook]:
-    """Return every hook that has a name; a name belongs to a built-in, or to the first package."""
-    known = {name: KnownHook(name, path, "hookline") for name, path in _OWN.items()}
-    for hook in packaged_hooks():
-        known.setdefault(hook.name, hook)
-    return known
+    """Return every hook that has a name."""
+    return {name: KnownHook(name, path) for name, path in _OWN.items()}
 
 
 def find_hook(name: str) -> KnownHook:
     """Return the hook of a name or class path, without importing it."""
-    if name in _OWN:
-        return KnownHook(name, _OWN[name], "hookline")
-    found = _find_packaged(name)
-    if len(found) > 1:
-        raise ConfigError(
-            f"Several packages have a hook '{name}'. Give the class path of one: "
-            f"{listed(hook.path for hook in found)}."
-        )
-    if found:
-        return found[0]
-    if "." in name:
-        return KnownHook(name, name, name.partition(".")[0])
+    if name in _OWN or "." in name:
+        return KnownHook(name, _OWN.get(name, name))
     raise ConfigError(
-        f"Unknown hook '{name}'.{nearest(name, known_hooks())} `hookline hooks` lists all names. "
+        f"Unknown hook '{name}'.{nearest(name, _OWN)} `hookline hooks` lists all names. "
         f"Name a hook of your own with its module: `package.{name}`."
     )
-
-
-def is_packaged(name: str) -> bool:
-    """Return whether a hook is named by an entry point of an installed package."""
-    return name not in _OWN and bool(_find_packaged(name))
-
-
-def _find_packaged(name: str) -> list[KnownHook]:
-    return [hook for hook in packaged_hooks() if hook.name == name]
 
 
 def load_hook_class(name: str) -> type[Hook]:

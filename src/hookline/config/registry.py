@@ -30,7 +30,7 @@ class HookRegistry(HookManager):
         )
 
     The sections are `loop`, `forward`, `update` and `probes`. A hook is a name, or a mapping with
-    `name`: a built-in, a hook of an installed package, or a class path. `as` is its name in the
+    `name`: a built-in, or a class path. `as` is its name in the
     run; `enabled: false` registers it disabled; `every`, `sample_rate`, `from_epoch`, `before`,
     `after` and `strict` are arguments of `add_hook`, unless the class has an option of that name.
     All other keys are options of the hook, which may also be given under `init_args`. All hooks are

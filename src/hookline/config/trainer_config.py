@@ -149,11 +149,6 @@ class CheckpointConfig(Config):
         default=True,
         description="write while training continues; false: training waits for the disk",
     )
-    when_busy: Literal["wait", "replace"] = Field(
-        default="wait",
-        description="a checkpoint is due while another one is being written: wait for it, or "
-        "replace it (never two in a row)",
-    )
     on_failure: Literal["continue", "stop"] = Field(
         default="continue", description="what to do if a checkpoint cannot be written"
     )
@@ -231,10 +226,6 @@ class TrainerConfig(Config):
         description="each of several processes takes some of the loaders' batches; false: "
         "their loaders have different data already",
     )
-    slow_rank_seconds: PositiveFloat | None = Field(
-        default=60.0,
-        description="log which of several processes the others have waited for so long; None: no",
-    )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: PositiveInt = Field(default=1, description="batches per optimizer step")
     clip_norm: PositiveFloat | None = Field(
@@ -256,11 +247,6 @@ class TrainerConfig(Config):
     validate_every_steps: PositiveInt | None = None
     sanity: bool = Field(default=False, description="also validate before training")
     loaders: MixConfig = Field(default_factory=MixConfig)
-    fast_forward: bool = Field(
-        default=False,
-        description="when resuming within an epoch, load the batches before the checkpoint again "
-        "and drop them, also those of iterators",
-    )
     seed: int | None = Field(
         default=None,
         ge=-(2**63),
@@ -276,10 +262,10 @@ class TrainerConfig(Config):
         "if plotly is installed (`hookline[report]`)",
     )
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    progress: Literal["auto", "bar", "plain", "jupyter", "off"] | bool = Field(
+    progress: Literal["auto", "bar", "plain", "off"] | bool = Field(
         default="auto",
-        description="`auto`: a bar in a terminal, a display in Jupyter, and plain lines elsewhere; "
-        "True is `auto`, False is `off`, which prints nothing, not even the run's folder",
+        description="`auto`: a bar in a terminal, and plain lines elsewhere; True is `auto`, False "
+        "is `off`, which prints nothing, not even the run's folder",
     )
     debug: bool = False
     hooks: HooksConfig = Field(default_factory=HooksConfig)

@@ -8,17 +8,15 @@ from typing import Any
 
 from hookline.config_files.building import format_origin
 from hookline.config_files.loading import Training
-from hookline.config_files.tree import FileError, Key, shorten
+from hookline.config_files.tree import FileError, shorten
 from hookline.config_files.trust import importable
-from hookline.context import Metrics
-from hookline.errors import HooklineError, TrainingError, nearest
+from hookline.errors import HooklineError, TrainingError
 from hookline.hooks.lint.finding import Finding
 from hookline.hooks.lint.lint_hook import Lint
-from hookline.hooks.metric_lookup import RequiresMetrics, require_metric
 from hookline.loop.evaluation import evaluation
 from hookline.printable import message_lines
 from hookline.tensors.nested import describe_structure
-from hookline.trainer.checks import MissingMetricError, check_metrics, users_add_metrics
+from hookline.trainer.checks import MissingMetricError, check_metrics
 from hookline.trainer.trainer import Trainer
 
 _MAX_MESSAGE = 4_000
@@ -38,9 +36,6 @@ def dry_run(training: Training) -> dict[str, Any]:
             train = _train_batch(trainer)
         val = _val_batch(trainer) if trainer.validates else None
         _check_validation(training)
-        train_names, val_names = train.pop("names"), [] if val is None else val.pop("names")
-        _check_monitors(training, train_names, val_names)
-        _check_length(training)
     shown = [finding.as_dict() for finding in findings]
     return {**_describe(training), "train": train, "val": val, "findings": shown}
 
@@ -67,9 +62,8 @@ def _train_batch(trainer: Trainer) -> dict[str, Any]:
     batch = _first_batch(stream, "data.train")
     with _errors_name(f"a batch of data.train, {describe_structure(batch)}"):
         seen = trainer.dry_run(batch)
-    names = [f"train/{name}" for name in seen.pop("metrics")]
-    length = stream.length()
-    return {"batches": length, "batch": describe_structure(batch), **seen, "names": names}
+    del seen["metrics"]
+    return {"batches": stream.length(), "batch": describe_structure(batch), **seen}
 
 
 def _val_batch(trainer: Trainer) -> dict[str, Any]:
@@ -79,12 +73,11 @@ def _val_batch(trainer: Trainer) -> dict[str, Any]:
         _errors_name(f"a batch of data.val, {describe_structure(batch)}"),
         evaluation(trainer.model, trainer.device),
     ):
-        loss, extra = trainer.compute_loss(batch)
+        loss, _ = trainer.compute_loss(batch)
     return {
         "batches": stream.length(),
         "batch": describe_structure(batch),
         "loss": float(loss.detach()),
-        "names": [f"val/{name}" for name in ("loss", *extra)],
     }
 
 
@@ -95,55 +88,15 @@ def _first_batch(stream: Any, key: str) -> Any:
         raise TrainingError("It has no batches.")
 
 
-def _check_length(training: Training) -> None:
-    """Raise if the settings say that nothing is trained."""
-    config = training.trainer.config
-    for name in ("max_steps", "max_epochs"):
-        if getattr(config, name) == 0:
-            text = "It is 0, so nothing would be trained. Expected 1 or more, or null for no limit."
-            raise _error_at(training, ("trainer", name), f"trainer.{name}", text)
-
-
-def _error_at(training: Training, key: Key | None, subject: str, text: str) -> HooklineError:
-    """Return the error for a key of the config file; without a file, for its subject."""
-    if training.tree is None or key is None:
-        return TrainingError(f"With {subject}: {text}")
-    return FileError([training.tree.problem(key, text)])
-
-
 def _check_validation(training: Training) -> None:
     """Raise if something needs a metric of the validation, and there is none."""
     try:
         check_metrics(training.trainer)
     except MissingMetricError as error:
         key = training.hook_keys.get(error.hook)
-        if key is None:
+        if key is None or training.tree is None:
             raise
-        raise _error_at(training, key, "", str(error)) from error
-
-
-def _check_monitors(training: Training, train: list[str], val: list[str]) -> None:
-    """Raise if a hook monitors a metric that the batches did not produce.
-
-    Nothing is checked if other metrics can be added: by several loaders or by a user's hooks.
-    """
-    trainer = training.trainer
-    streams = [one for one in (trainer.train_data, trainer.val_data) if one is not None]
-    if any(len(one.names) > 1 for one in streams) or users_add_metrics(trainer.hooks):
-        return
-    metrics = {"on_validation_end": val, "on_epoch_end": [*train, *val]}
-    for name, hook, active in trainer.hooks.of_kind("loop"):
-        if not active or not isinstance(hook, RequiresMetrics):
-            continue
-        event, monitored = hook.required_metrics(trainer)
-        for metric in monitored if metrics[event] else ():  # empty: the event does not occur
-            if trainer.step_fn is not None and not nearest(metric, metrics[event]):
-                continue  # the step function may return it for other batches
-            try:
-                require_metric(Metrics.fromkeys(metrics[event]), metric, type(hook).__name__)
-            except HooklineError as error:
-                key = training.hook_keys.get(name)
-                raise _error_at(training, key, f"the hook '{name}'", str(error)) from error
+        raise FileError([training.tree.problem(key, str(error))]) from error
 
 
 @contextmanager

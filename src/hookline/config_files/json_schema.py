@@ -59,13 +59,9 @@ def _hook_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     mapping["properties"] = {**REGISTRATION_KEYS, **mapping["properties"]}
     mapping["allOf"] = []
     for name in names:
-        try:
-            hook_class: Any = load_hook_class(name)
-            described = {
-                key: _option_schema(option) for key, option in get_options(hook_class).items()
-            }
-        except Exception:  # a package's hook that cannot be imported here
-            continue
+        hook_class: Any = load_hook_class(name)
+        options = get_options(hook_class)
+        described = {key: _option_schema(option) for key, option in options.items()}
         if other := getattr(hook_class, "every_name", ""):
             described[other] = described["every"]
         definition = f"{name}_options"

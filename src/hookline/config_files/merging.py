@@ -22,7 +22,7 @@ from hookline.config_files.tree import (
     format_value,
 )
 from hookline.files import file_limits
-from hookline.masking import remember_secrets
+from hookline.masking import mask_arguments, remember_secrets
 
 MAX_INCLUDE_DEPTH = 10
 _NULLS = ("null", "Null", "NULL", "~")
@@ -166,20 +166,24 @@ def parse_override(text: str) -> tuple[Key, Any]:
     parts = split_key(name.strip())
     if not equals or not all(parts):
         raise ValueError(
-            f"{format_value(text)} is not a valid override. Expected key=value, such as "
+            f"{_show(text)} is not a valid override. Expected key=value, such as "
             "trainer.max_epochs=3 or hooks.0.every=5."
         )
     if len(parts) > MAX_DEPTH:
-        raise ValueError(f"{format_value(text)} has more than {MAX_DEPTH} parts.")
+        raise ValueError(f"{_show(text)} has more than {MAX_DEPTH} parts.")
     try:
         value = parse_value(value_text)
     except ValueError as error:
-        raise ValueError(f"The value in {format_value(text)} cannot be parsed. {error}") from None
+        raise ValueError(f"The value in {_show(text)} cannot be parsed. {error}") from None
     if value is None and value_text.strip() not in _NULLS:  # such as an unset shell variable
         raise ValueError(
-            f"{format_value(text)} has no value. To set it to null, write {name.strip()}=null."
+            f"{_show(text)} has no value. To set it to null, write {name.strip()}=null."
         )
     return tuple(parts), value
+
+
+def _show(override: str) -> str:
+    return format_value(mask_arguments([override])[0])
 
 
 def _apply_override(tree: ConfigTree, text: str) -> None:

@@ -170,13 +170,12 @@ class _ObjectChecker:
     def _make_spec(self, value: Mapping[str, Any], key: Key, is_argument: bool) -> _ObjectSpec:
         positional = int(key[0] in ("optimizer", "scheduler") and not is_argument)
         is_called = is_argument or not str(key[0]).endswith("_fn")
-        path_key, args_key = (*key, "class_path"), (*key, "init_args")
-        path, args, is_reference = (
-            value["class_path"],
-            value["init_args"],
-            not value.get("call", True),
+        return _ObjectSpec(
+            *((*key, "class_path"), value["class_path"], (*key, "init_args"), value["init_args"]),
+            positional=positional,
+            is_called=is_called,
+            is_reference=not value.get("call", True),
         )
-        return _ObjectSpec(path_key, path, args_key, args, positional, is_called, is_reference)
 
     def _hook_names(self) -> Iterator[tuple[Key, str]]:
         """Yield the name or class path of every hook of the section `hooks`."""

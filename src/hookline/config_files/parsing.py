@@ -27,7 +27,6 @@ MIN_SIZE = 4096
 """The bytes that a smaller file counts as: a few files can include each other very often."""
 _MAX_BITS = 3_322  # of an integer: 1,000 digits
 _TOO_DEEP = f"Values are nested more than {MAX_DEPTH} levels deep."
-_MERGE_TAG = "tag:yaml.org,2002:merge"
 _TOML_PART = r"""(?:[\w-]++|"[^"\\\n]*+(?:\\.[^"\\\n]*+)*+"|'[^'\n]*+')"""
 _DEEP_TOML_KEY = re.compile(
     rf"(?<![\w-]){_TOML_PART}(?:[ \t]*+\.[ \t]*+{_TOML_PART}){{{MAX_DEPTH}}}"
@@ -145,7 +144,6 @@ for _tag, _pattern in {
     "int": r"[-+]?[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+",
     "float": r"[-+]?(?:\.[0-9]+|[0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-    "merge": r"<<",
 }.items():
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), None
@@ -159,9 +157,8 @@ def _parse_yaml(text: str) -> ParsedFile:
             root = loader.get_single_node()
         finally:
             loader.dispose()
-        constructor = _YamlConstructor()
-        values = None if root is None else constructor.construct(root, ())
-        return ParsedFile(values, constructor.lines)
+        parsed = ParsedFile(None)
+        parsed.values = None if root is None else _construct(root, (), parsed.lines)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = f"{error.context or ''} {error.problem or ''}".strip()
@@ -175,75 +172,51 @@ def _parse_yaml(text: str) -> ParsedFile:
         raise _ParseError(f"Not valid YAML: {reason}.", line) from None
     except RecursionError:
         raise _ParseError(_TOO_DEEP) from None
+    return parsed
 
 
-class _YamlConstructor:
-    """Constructs plain values from YAML nodes, and collects the lines of keys."""
+def _construct(node: Any, key: Key, lines: dict[Key, int | None]) -> Any:
+    """Return the plain value of a node, and add the lines of its keys."""
+    line = _line(node)
+    if isinstance(node, yaml.ScalarNode) or key not in lines:  # else the line of the key counts
+        line = lines[key] = max(line, lines.get(key) or 0)  # that of an alias is its anchor's
+    if len(lines) > MAX_VALUES:  # aliases can multiply them
+        raise _too_many(line)
+    if len(key) > MAX_DEPTH:
+        raise _ParseError(_TOO_DEEP, line)
+    kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
+    if isinstance(node, yaml.MappingNode) and kind == "map":
+        pairs = _pairs(node, key, lines)
+        return {name: _construct(value, (*key, name), lines) for name, value in pairs.items()}
+    if isinstance(node, yaml.SequenceNode) and kind == "seq":
+        return [_construct(item, (*key, i), lines) for i, item in enumerate(node.value)]
+    if not isinstance(node, yaml.ScalarNode) or kind not in _SCALARS:
+        shown = kind if kind == node.tag else f"!!{kind}"
+        raise _ParseError(f"Unknown tag {format_value(shown, key)}.", line)
+    try:
+        return _SCALARS[kind](node.value)
+    except (ValueError, KeyError):
+        digits = " It has too many digits." if len(node.value) > 500 else ""
+        text = f"{format_value(node.value, key)} is not a valid {kind}.{digits}"
+        raise _ParseError(text, line) from None
 
-    def __init__(self) -> None:
-        self._values_left = MAX_VALUES
-        self.lines: dict[Key, int | None] = {}
 
-    def construct(self, node: Any, key: Key) -> Any:
-        line = _line(node)
-        self.lines.setdefault(key, line)
-        self._count(line)
-        if len(key) > MAX_DEPTH:
-            raise _ParseError(_TOO_DEEP, line)
-        kind = str(node.tag).removeprefix("tag:yaml.org,2002:")
-        if isinstance(node, yaml.MappingNode) and kind == "map":
-            return self._mapping(node, key)
-        if isinstance(node, yaml.SequenceNode) and kind == "seq":
-            return [self.construct(item, (*key, i)) for i, item in enumerate(node.value)]
-        if not isinstance(node, yaml.ScalarNode) or kind not in _SCALARS:
-            shown = kind if kind == node.tag else f"!!{kind}"
-            raise _ParseError(f"Unknown tag {format_value(shown, key)}.", line)
-        try:
-            return _SCALARS[kind](node.value)
-        except (ValueError, KeyError):
-            digits = " It has too many digits." if len(node.value) > 500 else ""
-            text = f"{format_value(node.value, key)} is not a valid {kind}.{digits}"
-            raise _ParseError(text, line) from None
-
-    def _count(self, line: int) -> None:
-        self._values_left -= 1
-        if self._values_left < 0:
-            raise _too_many(line)
-
-    def _mapping(self, node: Any, key: Key) -> dict[str, Any]:
-        mapping: dict[str, Any] = {}
-        for name, (name_node, value) in self._pairs(node).items():
-            line = _line(name_node)
-            if isinstance(value, yaml.ScalarNode):
-                line = max(line, _line(value))  # of an alias, it is that of the anchor
-            self.lines[*key, name] = line
-            mapping[name] = self.construct(value, (*key, name))
-        return mapping
-
-    def _pairs(self, node: Any, depth: int = 0) -> dict[str, tuple[Any, Any]]:
-        """Return the keys and values of a mapping, with those of the mappings in its `<<`."""
-        own: dict[str, tuple[Any, Any]] = {}
-        merged: dict[str, tuple[Any, Any]] = {}
-        for name_node, value in node.value:
-            line = _line(name_node)
-            if depth:  # aliases in `<<` can multiply keys
-                self._count(line)
-            if name_node.tag == _MERGE_TAG:
-                for source in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if not isinstance(source, yaml.MappingNode):
-                        raise _ParseError("`<<` needs a mapping, or a list of mappings.", line)
-                    if depth == MAX_DEPTH:
-                        raise _ParseError("A mapping merges itself with `<<`.", line)
-                    merged = self._pairs(source, depth + 1) | merged
-                continue
-            if not isinstance(name_node, yaml.ScalarNode):
-                raise _ParseError("A key is a list or a mapping; expected a string.", line)
-            name = str(name_node.value)
-            if name in own:
-                first = _line(own[name][0])
-                raise _ParseError(f"Duplicate key '{name}', first given in line {first}.", line)
-            own[name] = name_node, value
-        return merged | own
+def _pairs(node: Any, key: Key, lines: dict[Key, int | None]) -> dict[str, Any]:
+    """Return the keys of a mapping with the nodes of their values."""
+    pairs: dict[str, Any] = {}
+    for name_node, value in node.value:
+        line = _line(name_node)
+        if not isinstance(name_node, yaml.ScalarNode):
+            raise _ParseError("A key is a list or a mapping; expected a string.", line)
+        name = str(name_node.value)
+        if name == "<<":
+            raise _ParseError("`<<` is not supported. Use `include`, or references.", line)
+        if name in pairs:
+            first = lines[*key, name]
+            raise _ParseError(f"Duplicate key '{name}', first given in line {first}.", line)
+        lines[*key, name] = line
+        pairs[name] = value
+    return pairs
 
 
 def _line(node: Any) -> int:
@@ -252,7 +225,6 @@ def _line(node: Any) -> int:
 
 _SCALARS: dict[str, Callable[[str], Any]] = {
     "str": str,
-    "merge": str,
     "null": lambda text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
     "int": lambda text: _check_integer(int(text, 0 if text[:2] in ("0o", "0x") else 10)),

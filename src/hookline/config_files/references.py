@@ -36,14 +36,17 @@ REFERENCE_PATTERN = r"^\$\{[^{}]+\}$"
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}:]*)(?::([^{}]*))?\}|\$\{")
 _NAME = re.compile(r"[^\s{}:.\[\]$]+(?:\.[^\s{}:.\[\]$]+|\[\d+\])*")
 _INDEX = re.compile(r"\[(\d+)\]")
-_MAX_TEXT = 1_000_000  # characters of all strings: references can multiply text
+_MAX_SIZE = MAX_VALUES  # of what references lead to: values, and texts of 50 characters
 _MISSING = object()
 
 
 def resolve_references(tree: ConfigTree, environment: Mapping[str, str]) -> None:
     """Replace all references by their values; raise a `FileError` that names every wrong one."""
     resolver = _Resolver(tree, environment)
-    values = resolver.resolve(tree.values, ())
+    try:
+        values = resolver.resolve(tree.values, ())
+    except RecursionError:
+        raise FileError([tree.problem((), "References are nested too deeply.")]) from None
     resolver.problems.raise_any()
     tree.values = values
 
@@ -57,18 +60,14 @@ class _Resolver:
     def __init__(self, tree: ConfigTree, environment: Mapping[str, str]) -> None:
         self._tree, self._environment = tree, environment
         self._active: list[Key] = []  # the strings that are being resolved, outermost first
-        self._count = self._depth = self._length = 0
+        self._size = 0
         self.problems = ProblemList()
 
     def resolve(self, value: Any, key: Key) -> Any:
         """Return a copy of a value in which all references are replaced."""
-        self._count += bool(self._active)  # values outside references were counted by the parser
-        if self._count > MAX_VALUES:
-            self._fail(f"References multiply the configuration to more than {MAX_VALUES:,} values.")
-        if self._depth > MAX_DEPTH:
-            self._fail(f"References lead to values more than {MAX_DEPTH} levels deep.")
-        self._depth += 1
         try:
+            if self._active:  # values outside references were counted by the parser
+                self._count(1)
             if isinstance(value, dict):
                 return {name: self.resolve(inner, (*key, name)) for name, inner in value.items()}
             if isinstance(value, list):
@@ -79,8 +78,14 @@ class _Resolver:
                 raise
             self.problems.extend(error.problems)  # and look for others
             return value
-        finally:
-            self._depth -= 1
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        if self._size > _MAX_SIZE or len(self._active) > MAX_DEPTH:
+            self._fail(
+                "References lead to more than 20,000 values or a million characters, or in more "
+                "than 40 steps from one to the next."
+            )
 
     def _resolve_string(self, text: str, key: Key) -> Any:
         if key in self._active:
@@ -92,9 +97,7 @@ class _Resolver:
                 value, is_text = self._find_value(single)
                 return _typed(value) if is_text else value
             result = _REFERENCE.sub(self._text_of, text)
-            self._length += len(result)
-            if self._length > _MAX_TEXT:
-                self._fail(f"References multiply text to more than {_MAX_TEXT:,} characters.")
+            self._count(len(result) // 50)
             return result
         finally:
             self._active.pop()
@@ -105,10 +108,9 @@ class _Resolver:
             return "${"
         value, _ = self._find_value(found)
         if isinstance(value, dict | list):
-            kind = "mapping" if isinstance(value, dict) else "list"
             self._fail(
-                f"{found[0]} is a {kind}, which cannot be a part of a text. Make the reference the "
-                "whole value."
+                f"{found[0]} is no single value, which cannot be a part of a text. Make the "
+                "reference the whole value."
             )
         if isinstance(value, bool) or value is None:
             return {True: "true", False: "false", None: "null"}[value]

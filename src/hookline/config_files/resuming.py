@@ -13,8 +13,8 @@ from hookline.errors import CheckpointError, listed
 from hookline.loop.torchrun import describe_launch
 from hookline.masking import mask_arguments
 from hookline.runs.checkpoint_reader import choose_of_step, read_checkpoints
-from hookline.runs.location import find_run, find_run_of_checkpoint
-from hookline.runs.restart import check_crash_loop, find_unfinished_run
+from hookline.runs.location import find_run
+from hookline.runs.restart import find_unfinished_run
 from hookline.trainer.continuation import describe_parent
 
 NEWEST = "newest"
@@ -33,19 +33,12 @@ def find_resume(
         given: the id of a run (or its beginning or end), the folder of a run or checkpoint, or
             "newest": the newest unfinished run of this configuration that has a checkpoint.
         fork_from: with "newest": only runs that were forked from this checkpoint.
-
-    Raises:
-        RunError: the run has failed twice in the same way after this checkpoint. A checkpoint that
-            is given itself is not checked for that.
     """
     runs = training.trainer.config.runs
     if given != NEWEST:
         path = user_path(given)
         path = path if path.exists() else find_run(given, runs or Path("runs"))
         checkpoint = find_checkpoint(path, verify=True)
-        folder = find_run_of_checkpoint(checkpoint)
-        if folder is not None and checkpoint.resolve() != path.resolve():
-            check_crash_loop(folder, checkpoint)
         return checkpoint, f"Resuming from {checkpoint}."
     if runs is None:
         return None, "There is nothing to resume, because `runs` is null. Starting a new run."

@@ -199,7 +199,7 @@ class HookConfig(StringShorthand):
     name: str | None = Field(
         default=None,
         min_length=1,
-        description="a built-in, a hook of an installed package, or a class path",
+        description="a built-in, or a class path",
     )
     class_path: str | None = Field(
         default=None,
@@ -250,8 +250,7 @@ class TrackerConfig(StringShorthand):
 
     name: str = Field(
         pattern=_TRACKER_NAME,
-        description="`tensorboard`, `wandb`, `mlflow`, `trackio`, or a tracker of an installed "
-        "package",
+        description="`tensorboard`, `wandb`, `mlflow` or `trackio`",
     )
 
 
@@ -380,7 +379,7 @@ def _expectation(error: dict[str, Any]) -> str:
         is_union = context.get("class_name") == HooksByKind.__name__
         return f"Expected a mapping{' or a list' if is_union else ''}"
     if error["type"] == "string_pattern_mismatch" and context["pattern"] == _TRACKER_NAME:
-        return "Expected the name of a tracker, one of Hookline's or of an installed package"
+        return "Expected the name of a tracker: tensorboard, wandb, mlflow or trackio"
     if error["type"] == "string_pattern_mismatch":
         return "Expected a class path, `package.module.Name`"
     if error["type"] == "value_error":  # raised by a validator of the models

@@ -24,7 +24,6 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from hookline.arguments import show_value
-from hookline.config.hook_names import packaged_hooks
 from hookline.config_files.tree import shorten
 from hookline.errors import ConfigError, nearest
 from hookline.files import file_limits, read_regular_file
@@ -81,7 +80,7 @@ class Trust:
         if any(part.startswith("__") for part in parts):
             return f"'{shown}' has a part that begins with '__'. Expected a class or a function."
         top = parts[0]
-        if self._trusts(path) or self._is_in_project(top) or path in _plug_ins():
+        if self._trusts(path) or self._is_in_project(top):
             return None
         if _is_default_path(path):
             return None
@@ -106,7 +105,7 @@ class Trust:
 
         A package also contains objects that it imported from elsewhere.
         """
-        if self._is_in_project(path.partition(".")[0]) or path in (*self.packages, *_plug_ins()):
+        if self._is_in_project(path.partition(".")[0]) or path in self.packages:
             return None
         if self._trusts(path):
             module = getattr(target, "__module__", None)
@@ -139,11 +138,6 @@ class Trust:
             f"'{name}', pass `--trust {name}`, set {VARIABLE}={name}, or add it to the project's "
             f'pyproject.toml: `[tool.hookline]`, `trust = ["{name}"]`.'
         )
-
-
-def _plug_ins() -> set[str]:
-    """Return the class paths of the hooks of installed packages."""
-    return {hook.path for hook in packaged_hooks()}
 
 
 def _is_within(path: str, packages: Iterable[str]) -> bool:

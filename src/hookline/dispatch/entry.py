@@ -161,10 +161,9 @@ def choose_name(hook: Hook, name: str | None, taken: set[str], replace: bool = F
     own = snake_case(_qualified_name(hook).rpartition(".")[2].strip("<>"))
     if type(hook).hookline_group:  # built-ins: ConsoleLogHook is `console_log`
         own = own.removesuffix("_hook")
-    automatic = hook.hookline_entry_point or own
-    if replace or automatic not in taken:
-        return automatic
-    return next(free for i in range(2, len(taken) + 3) if (free := f"{automatic}_{i}") not in taken)
+    if replace or own not in taken:
+        return own
+    return next(free for i in range(2, len(taken) + 3) if (free := f"{own}_{i}") not in taken)
 
 
 def choose_ranks(entry: Entry, wanted: Any) -> Ranks:

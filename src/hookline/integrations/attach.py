@@ -142,7 +142,7 @@ def attach(
             `Run.open(folder, resume=True)` continues one. By default `runs`, if one of the hooks
             logs values to the run (`GradientMonitor`) or saves checkpoints, else none. None writes
             no run.
-        checkpoints: how checkpoints are written: `background`, `when_busy` and `on_failure` of
+        checkpoints: how checkpoints are written: `background` and `on_failure` of
             `CheckpointConfig`.
         hparams: hyperparameters of the run.
         name: a name for the run.

@@ -72,9 +72,8 @@ class Checkpoints:
             getattr(hooks.get_hook(name), "hookline_group", None) is HookGroup.CHECKPOINT
             for name in hooks
         )
-        self._saver = CheckpointSaver(background=settings.background, when_busy=settings.when_busy)
+        self._saver = CheckpointSaver(background=settings.background)
         self._shared_saves: SharedSaves | None = None
-        self._is_weights_only = False  # the latest save
         self._in_flight = 0
         self._unsent: list[SaveResult] = []  # that the other ranks do not know of yet
         self._rank_states: list[Any] | None = None  # of all ranks, for the next save
@@ -164,12 +163,8 @@ class Checkpoints:
         self, folders: Sequence[Path], shared: SharedSave | None, info: Mapping[str, Any]
     ) -> None:
         with self.record.phases.span("checkpoints"):
-            weights_only = "weights_only" in info
-            if weights_only is not self._is_weights_only:
-                self._saver.wait()  # one kind never replaces the other while it is written
-            self._is_weights_only = weights_only
             collected = self._collect(info)
-            if weights_only:
+            if "weights_only" in info:
                 collected["state"] = self._state_beside_weights(collected["state"])
             try:
                 self._saver.save(folders, shared=shared, **collected)
@@ -296,12 +291,6 @@ class Checkpoints:
                 failure = result.error
                 goes_on = " Training continues; earlier checkpoints are as they were."
                 log.error("%s%s", result.error, "" if stops else goes_on)
-            elif result.replaced:
-                log.warning(
-                    "The checkpoint %s was dropped for a newer one, because it was still being "
-                    "written (checkpoints.when_busy is 'replace').",
-                    result.requested,
-                )
             else:
                 self._check_duration(result.seconds)
             if self.ranks.is_distributed:
@@ -315,9 +304,7 @@ class Checkpoints:
         """Tell the run and the hooks that a checkpoint is durable, or that it failed."""
         step, requested = result.info["step"], str(result.requested)
         if result.path is None:
-            if result.error is not None:
-                error = result.error
-                self.record.event("checkpoint_failed", path=requested, step=step, error=error)
+            self.record.event("checkpoint_failed", path=requested, step=step, error=result.error)
             for name in self.hooks:
                 failed = getattr(self.hooks.get_hook(name), "checkpoint_failed", None)
                 if failed is not None:

@@ -168,11 +168,6 @@ class ModelWatch:
         self._depth = 0
         self._raised: BaseException | None = None
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the model is being called, if calls are watched."""
-        return self._depth > 0
-
     def watch(self, *, calls: bool, returns: bool = False) -> None:
         """Watch the model's calls; or only count those that have returned."""
         if (calls, returns) == self._sees:

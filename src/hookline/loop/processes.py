@@ -32,8 +32,6 @@ class SingleProcessGroup:
     rank = 0
     size = 1
     local_rank = 0
-    stage = 0  # of the batch that is trained on, see `RankWatch`
-    is_waiting = False  # whether this process waits here for the others
 
     @property
     def is_main(self) -> bool:
@@ -95,33 +93,28 @@ class ProcessGroup(SingleProcessGroup):
         self._group: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         atexit.register(self._leave_group)
 
-    def _wait_for(self, collective: Callable[..., Any], *args: Any, **options: Any) -> None:
-        self.is_waiting = True
-        collective(*args, group=self._group, **options)
-        self.is_waiting = False
-
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether a process has set it."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        self._wait_for(dist.all_reduce, tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return tuple(map(bool, tensor.tolist()))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         values: list[Any] = [None] * self.size
-        self._wait_for(dist.all_gather_object, values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def gather_on_main(self, value: Any) -> list[Any] | None:
         """Return the values of all processes, by rank, in rank 0; None in the others."""
         values: list[Any] | None = [None] * self.size if self.is_main else None
-        self._wait_for(dist.gather_object, value, values, dst=0)
+        dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         values = [value if self.is_main else None]
-        self._wait_for(dist.broadcast_object_list, values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def _leave_group(self) -> None:
@@ -202,22 +195,9 @@ def join_processes(device: torch.device) -> SingleProcessGroup:
                 f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')}, but {', '.join(missing)} is not "
                 "set. Start the script with `torchrun --nproc_per_node N`, or unset WORLD_SIZE."
             )
-        _check_rank()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, **_options_after_restart())
     return ProcessGroup()
-
-
-def _check_rank() -> None:
-    """Raise if the variables of this process cannot be those of one of several processes."""
-    rank, size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
-    for name in ("LOCAL_RANK", "MASTER_PORT"):
-        _variable(name, 0)
-    if rank >= size:
-        raise TrainingError(
-            f"The environment variables are RANK={rank} and WORLD_SIZE={size}; expected a RANK "
-            f"from 0 to {size - 1}. Start the script with `torchrun --nproc_per_node N`."
-        )
 
 
 def is_main_process() -> bool:

@@ -7,8 +7,7 @@ train another model. In a process that trains alone, everything here returns at 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,12 @@ from hookline.tensors.full_tensor import barrier_with_timeout
 from hookline.tensors.name_patterns import module_places
 from hookline.tensors.sharded import needs_collective
 
-if TYPE_CHECKING:
-    from hookline.loop.rank_watch import RankWatch
-
 log = logging.getLogger("hookline")
 
 _SECONDS = 120.0  # within which all processes have to attach, and to end their sessions
 _VALIDATION_SECONDS = 60.0  # within which all processes have to begin a validation
 _CALL_SECONDS = 60.0  # within which all processes have to save or load a checkpoint
 _RECORD_STEPS = 50  # steps whose values are averaged together
-_SLOW_RANK_SECONDS = 60.0  # after which a process that the others wait for is named
 
 _NORM_EVENTS = ("on_gradient_clip", "on_step_end")
 _NORM_ARGUMENTS = ("grad_norm", "ctx")
@@ -57,7 +52,6 @@ class RankSync:
         self._hooks, self._context = hooks, context
         self._agreed = self._read_status()
         self._not_together: set[str] = set()  # what some processes have not done in time
-        self._rank_watch: RankWatch | None = None
 
     def begin(self) -> None:
         """Start from the hooks as they are now, in all processes."""
@@ -177,26 +171,6 @@ class RankSync:
                 *(why, steps),
             )
         return False
-
-    # -- ranks that make the others wait ----------------------------------------------------------
-
-    def watch_ranks(
-        self,
-        place: Callable[[], tuple[int, int, int]],
-        record: Callable[..., None],
-        after: float | None = None,
-    ) -> None:
-        """Name the processes that make the others wait, in rank 0; see `RankWatch`."""
-        from hookline.loop.rank_watch import RankWatch  # its import takes a while
-
-        seconds = _SLOW_RANK_SECONDS if after is None else after
-        self._rank_watch = RankWatch(self.processes, seconds, place, record)
-
-    def stop_watching(self) -> None:
-        """Name no process any more."""
-        if self._rank_watch is not None:
-            self._rank_watch.close()
-            self._rank_watch = None
 
 
 class StepRecords:

@@ -83,14 +83,11 @@ class _Indices(TypedDict):
     first: _PassStart
     drawn: Count
     is_over: bool
-    recent: list[Any]
 
 
 class _Pass(TypedDict):
     start: _PassStart
     loader: NotRequired[Section]
-    reuses_workers: NotRequired[bool]
-    worker_seed: NotRequired[State | None]
     indices: NotRequired[_Indices | None]
 
 
@@ -101,7 +98,6 @@ class _Loader(_PassField):
     ended: list[Annotated[list[Positive], Field(min_length=2, max_length=2)]]
     persistent_workers: bool
     has_workers: bool
-    worker_seed: State | None
     samples: Count | None
     batch_size: NotRequired[Count | None]
 

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from hookline.arguments import check_name, show_value
-from hookline.checkpoint.differences import describe_dtypes, describe_mismatches, fitting_weights
+from hookline.checkpoint.differences import describe_dtypes, describe_mismatches
 from hookline.checkpoint.snapshot import Encoder, decode
 from hookline.dispatch import HookManager
 from hookline.errors import ArgumentError, CheckpointError
@@ -34,7 +34,6 @@ from hookline.loop.state_differences import (
     compare_scaler,
     describe_class,
     describe_hook_names,
-    describe_hook_states,
     describe_optimizer,
 )
 from hookline.printable import message_lines
@@ -45,9 +44,6 @@ if TYPE_CHECKING:
     from hookline.checkpoint import Checkpoint
 
 log = logging.getLogger("hookline")
-
-Differences = list[str] | dict[int, list[str]]
-"""Why a saved state cannot be loaded, one line each; for a list of states, by their index."""
 
 Gradients = Sequence[Sequence[Any] | None]
 """For each optimizer the gradients of its parameters, or None if they do not wait."""
@@ -64,17 +60,14 @@ class StateItem:
         adapt: makes the state of this rank from those of all ranks that saved, if there were more
             or fewer of them: gets their states, and the processes. None if all ranks have the same
             state.
-        compare: returns why a saved state cannot be loaded.
-        is_required: whether a state that cannot be loaded is always an error; otherwise the loop
-            may keep its own.
+        compare: returns why a saved state cannot be loaded, one line each.
     """
 
     name: str
     save: Callable[[], Any]
     load: Callable[[Any], Any] | None = None
     adapt: Callable[[Sequence[Any], SingleProcessGroup], Any] | None = None
-    compare: Callable[[Any], Differences] | None = None
-    is_required: bool = False
+    compare: Callable[[Any], list[str]] | None = None
 
 
 @dataclass
@@ -86,7 +79,6 @@ class LateStates:
     Attributes:
         expects_optimizers: whether the loop finds optimizers while it runs.
         expects_scaler: the same for a scaler.
-        is_strict: whether a state that does not fit its object is an error.
         optimizers: the states of the optimizers that come next, in their order.
         classes: the names of their classes, as far as the checkpoint has them.
         scaler: the state of the scaler; None if none waits.
@@ -94,7 +86,6 @@ class LateStates:
 
     expects_optimizers: bool = False
     expects_scaler: bool = False
-    is_strict: bool = True
     optimizers: list[Any] = field(default_factory=list)
     classes: list[str] = field(default_factory=list)
     scaler: Any = None
@@ -219,24 +210,14 @@ class LoopState:
             if item.adapt is not None:  # always so: for type checkers
                 state[item.name] = item.adapt([one[item.name] for one in saved], processes)
 
-    def compare(self, saved: Mapping[str, Any]) -> tuple[dict[str, Differences], list[str]]:
-        """Return what of a saved state, of the right form, cannot be loaded.
-
-        Returns:
-            Lines about what the loop can keep of its own, by item, and lines about the rest.
-        """
+    def compare(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return what of a saved state, of the right form, cannot be loaded."""
         self._load_classes(saved.get("classes", {}))
-        replaceable: dict[str, Differences] = {}
-        problems = describe_hook_states(self._hooks, saved["hooks"], self.model)
+        lines: list[str] = []
         for item in self._items:
-            if item.compare is None or saved.get(item.name) is None:
-                continue
-            found = item.compare(saved[item.name])
-            if item.is_required:
-                problems += _lines(found)
-            elif _lines(found):
-                replaceable[item.name] = found
-        return replaceable, problems
+            if item.compare is not None and saved.get(item.name) is not None:
+                lines += item.compare(saved[item.name])
+        return lines
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the items that a saved state has, in order."""
@@ -251,16 +232,14 @@ class LoopState:
         *,
         what: str,
         advice: str,
-        strict: bool,
-    ) -> Checkpoint:
-        """Restore a checkpoint, after comparing all of it; return it as it was loaded.
+    ) -> None:
+        """Restore a checkpoint, after comparing all of it.
 
         Args:
             checkpoint: what was read, of the right form.
             processes: the ranks that load it.
             what: what it is loaded into, for messages.
             advice: what to do if it does not fit, for messages.
-            strict: raise if something does not fit, apart from hooks; otherwise load what fits.
 
         Raises:
             CheckpointError: it does not fit, or could not be loaded; the loop is as it was.
@@ -276,59 +255,15 @@ class LoopState:
         own_weights = {**model.state_dict(), **{name: weights[name] for name in lazy}}
         with reported_damage(checkpoint):
             self.adapt(checkpoint.state, processes)
-            self.late.is_strict = strict
-            checkpoint = self._fit(checkpoint, own_weights, what, advice, strict=strict)
+            lines = describe_mismatches(weights, own_weights)
+            lines += describe_dtypes(weights, own_weights) + self.compare(checkpoint.state)
+            if lines:  # hooks may come and go: their names alone are no reason
+                lines += describe_hook_names(checkpoint.state["hooks"], self._hooks.state_dict())
+                text = f"The checkpoint {checkpoint.path} does not fit {what}. Nothing was changed."
+                raise CheckpointError(message_lines(f"{text} {advice}", *lines))
         for name, value in lazy.items():
-            value.materialize(checkpoint.model[name].shape)
+            value.materialize(weights[name].shape)
         self.load(checkpoint)
-        return checkpoint
-
-    def _fit(
-        self,
-        checkpoint: Checkpoint,
-        own_weights: Mapping[str, Any],
-        what: str,
-        advice: str,
-        *,
-        strict: bool,
-    ) -> Checkpoint:
-        """Return a checkpoint as this loop can load it: with its own values where they must be.
-
-        Hooks may come and go: if only their names differ, the checkpoint fits.
-        """
-        saved = checkpoint.state
-        replaceable, problems = self.compare(saved)
-        mismatches = describe_mismatches(checkpoint.model, own_weights)
-        lines = mismatches + describe_dtypes(checkpoint.model, own_weights)
-        lines += [line for found in replaceable.values() for line in _lines(found)]
-        if not lines and not problems:
-            return checkpoint
-        own = self.collect()
-        lines += [*describe_hook_names(saved["hooks"], own["hooks"]), *problems]
-        text = f"The checkpoint {checkpoint.path} does not fit {what}"
-        if strict or problems:
-            raise CheckpointError(message_lines(f"{text}. Nothing was changed. {advice}", *lines))
-        log.warning("%s", message_lines(f"{text}; what fits is loaded.", *lines))
-        fitting = fitting_weights(checkpoint.model, own_weights)
-        for name, value in own_weights.items():
-            fitting.setdefault(name, value)
-        here = len(self.optimizers)
-        if mismatches:  # the states of optimizers are those of other weights
-            replaceable["optimizers"] = dict.fromkeys(range(here), mismatches)
-        if "optimizers" in replaceable:
-            replaceable.setdefault("pending_gradients", replaceable["optimizers"])
-            own["optimizers"] = own["optimizers"][:here]
-        chosen = {
-            name: _choose(saved.get(name, ()), own[name], found)
-            for name, found in replaceable.items()
-        }
-        if "optimizers" in chosen and self.late.expects_optimizers:
-            chosen["optimizers"] += saved["optimizers"][here:]
-        if "settings" in own:  # nothing is said about those of what was not restored
-            here_only = {"optimizers", "schedulers"} & own["settings"].keys()
-            new = {name: own["settings"][name] for name in here_only}
-            chosen["settings"] = {**saved.get("settings", {}), **new}
-        return replace(checkpoint, model=fitting, state={**saved, **chosen})
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Load the state and the weights of a checkpoint that fits, or change nothing.
@@ -373,7 +308,7 @@ class LoopState:
     def _load_classes(self, saved: Mapping[str, Sequence[str]]) -> None:
         self._saved_classes = saved
 
-    def _compare_optimizers(self, saved: Sequence[Any]) -> Differences:
+    def _compare_optimizers(self, saved: Sequence[Any]) -> list[str]:
         if self.late.expects_optimizers and len(saved) > len(self.optimizers):
             saved = saved[: len(self.optimizers)]  # the others are compared when they come
         return compare_objects("optimizer", self.optimizers, saved, self._saved_classes)
@@ -450,19 +385,6 @@ class LoopState:
 
     def _load_means(self, state: Any) -> None:
         self._context.means.load_state_dict(state)
-
-
-def _lines(found: Differences) -> list[str]:
-    return [line for each in found.values() for line in each] if isinstance(found, dict) else found
-
-
-def _choose(saved: Any, own: Any, found: Differences) -> Any:
-    """Return the loop's own value; of a list, each saved one that fits, and its own ones."""
-    if not isinstance(found, dict):
-        return own
-    return [
-        saved[i] if i < len(saved) and not found.get(i) else value for i, value in enumerate(own)
-    ]
 
 
 def adapt_means(saved: Sequence[Any], processes: SingleProcessGroup) -> Any:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
@@ -63,7 +62,6 @@ class Report:
 def make_report(
     *runs: str | os.PathLike[str] | OpenedRun,
     folder: str | os.PathLike[str] = "runs",
-    progress: Callable[[int, int, int], None] | None = None,
 ) -> Report:
     """Read runs, whatever state they are in, and return their report.
 
@@ -72,7 +70,6 @@ def make_report(
     Args:
         runs: Runs from `open_run`, their folders or ids.
         folder: The folder of all runs, where an id is looked up.
-        progress: Called with the number of the run, the bytes read and all bytes.
 
     Raises:
         RunError: No run matches, or plotly is not installed.
@@ -81,7 +78,7 @@ def make_report(
         raise RunError(f"A report shows 1 to {_MAX_RUNS} runs, not {len(runs)}.")
     plotly = read_plotly()  # before reading, which may take a minute
     opened = [one if isinstance(one, OpenedRun) else open_run(one, runs=folder) for one in runs]
-    data = [read_run(run, progress and partial(progress, i)) for i, run in enumerate(opened)]
+    data = [read_run(run) for run in opened]
     found = [collect_facts(one) for one in data]
     differences = _compare_runs(data) if len(data) > 1 else {}
     share_buckets(data)

@@ -62,7 +62,6 @@ def collect_facts(data: RunData) -> dict[str, Any]:
         "hooks": _hook_facts(data),
         "phase_seconds": phase_seconds(data),
         "gradients": _gradient_facts(data),
-        "trackers": _tracker_facts(data),
         "left_out": data.left_out,
     }
     return facts
@@ -74,9 +73,6 @@ def describe_facts(facts: Mapping[str, Any]) -> list[str]:
     lines += [text for _, text in describe_gradients(facts)]
     others = (describe_lint, _origin, _incidents, _hook_cost, _time)
     lines += [describe(facts) for describe in others]
-    for name, lacks in facts["trackers"].items():
-        problem = f": {lacks['problem']}" if lacks["problem"] else ""
-        lines.append(f"The tracker {name} lacks {lacks['missing']:,} values{problem}.")
     described = {"gradients", "grad_norm"} if facts["gradients"] is not None else set[str]()
     odd = [
         f"{shorten(name, 80)} ({count})"
@@ -264,19 +260,6 @@ def phase_seconds(data: RunData) -> dict[str, float]:
         found.pop("data", None)
     order = {phase: i for i, phase in enumerate(_PHASES)}
     return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-def _tracker_facts(data: RunData) -> dict[str, dict[str, Any]]:
-    """Return what each tracker lacks: the number of values, and the problem."""
-    lacks: dict[str, dict[str, Any]] = {}
-    for event in data.events_of("trackers"):
-        for name, found in [*as_dict(event.get("missing")).items()][:20]:
-            if isinstance(found, dict):
-                count = int(_measure(found.get("dropped")) + _measure(found.get("failed")))
-                one = lacks.setdefault(shorten(name, 60), {"missing": 0, "problem": None})
-                one["missing"] += count
-                one["problem"] = found.get("problem") and shorten(found["problem"], 300)
-    return lacks
 
 
 def _skipped_steps(data: RunData) -> int:

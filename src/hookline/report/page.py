@@ -22,10 +22,6 @@ from hookline.printable import escape_controls, printable
 GENERATOR = '<meta name="generator" content="hookline'
 """The beginning of every report's first kilobyte has this."""
 
-_MAX_PAGE_BYTES = 9_900_000
-_FRAME_BYTES = 100_000  # the page's own script and style
-_MIN_BYTES = 10_000  # smaller sections of a page that is too large are left alone
-
 _SCRIPTS = (
     *("elements", "figures", "findings", "curves", "layers", "media", "hooks"),
     *("system", "details", "main"),
@@ -49,9 +45,8 @@ def read_plotly() -> str:
 
 
 def make_page(data: dict[str, Any], plotly: str) -> str:
-    """Return the page for the encoded runs, which it cuts to fit."""
+    """Return the page for the encoded runs."""
     data = _escape(data)
-    _fit(data, _MAX_PAGE_BYTES - len(plotly.encode()) - _FRAME_BYTES)
     style, script = _read("report.css"), "\n".join(_read(f"{name}.js") for name in _SCRIPTS)
     script = f'"use strict";\n(() => {{\n{script}\n}})();'
     scripts = [_for_html(plotly), script]
@@ -97,35 +92,3 @@ def _for_html(script: str) -> str:
 
 def _read(name: str) -> str:
     return files("hookline.report").joinpath("page", name).read_text("utf-8")
-
-
-def _fit(data: dict[str, Any], room: int) -> None:
-    """Halve the largest sections of the encoded runs until they have at most `room` bytes as JSON.
-
-    The facts of each run say what was left out. Runs seldom need it: every section has limits of
-    its own, which a strange run may reach in all of them at once.
-    """
-    sections = [
-        (owner, name, run)
-        for run in [data, *data["runs"]]
-        for owner in (run, run.get("media", {}))
-        for name in owner
-        if isinstance(owner[name], dict | list) and name not in ("runs", "facts", "media", "xs")
-    ]
-    sizes = [_size(owner[name]) for owner, name, _ in sections]
-    total = _size(data)
-    while total > room and max(sizes) > _MIN_BYTES:
-        largest = sizes.index(max(sizes))
-        owner, name, run = sections[largest]
-        full: Any = owner[name]
-        kept = len(full) // 2
-        note = f"{len(full) - kept:,} of {len(full):,} {name}: the page would be too large"
-        owner[name] = dict([*full.items()][:kept]) if isinstance(full, dict) else full[:kept]
-        size = _size(owner[name])
-        total, sizes[largest] = total - sizes[largest] + size, size
-        for one in [run] if "facts" in run else data["runs"]:
-            one["facts"]["left_out"].append(note)
-
-
-def _size(value: Any) -> int:
-    return len(to_script_json(value))

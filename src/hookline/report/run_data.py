@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.report.page_media import Media
-from hookline.report.series import SampledSeries
+from hookline.report.series import SampledSeries, Scalar
 from hookline.runs.jsonl_reader import JsonlReader
-from hookline.runs.metric_values import Scalar, read_scalars
 from hookline.runs.reader import OpenedRun
 
 MAX_SERIES = 20_000
@@ -41,7 +38,6 @@ _FIELDS = {
     "lint": ("steps", "checks", "left_out"),
     "stop": ("step", "by", "reason"),
     "signal": ("step", "signal"),
-    "trackers": ("missing",),
     "end": (
         *("step", "status", "reason", "error", "traceback"),
         *("skipped_steps", "tokens_seen", "times", "hooks"),
@@ -49,7 +45,6 @@ _FIELDS = {
 }
 
 Event = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -81,62 +76,52 @@ class RunData:
         return ends[-1] if ends else None
 
 
-def read_run(run: OpenedRun, progress: Progress | None = None) -> RunData:
-    """Read a run, whatever state it is in; `progress` gets the bytes read, and all bytes."""
+def read_run(run: OpenedRun) -> RunData:
+    """Read a run, whatever state it is in."""
     data = RunData(run, run.overview(), run.manifest, checkpoints=run.checkpoints())
     growing = data.overview["status"] == "training"
     metrics = JsonlReader(run.path / "metrics.jsonl", growing=growing)
     events = JsonlReader(run.path / "events.jsonl", growing=growing)
-    left_out = _read_metrics(data, metrics, progress)
+    left_out = _read_metrics(data, metrics)
     _read_events(data, events)
     data.left_out = run.collect_damage([metrics, events]) + left_out
     return data
 
 
-def _read_metrics(data: RunData, reader: JsonlReader, progress: Progress | None) -> list[str]:
-    pending: dict[bytes, list[Scalar]] = {}
+def _read_metrics(data: RunData, reader: JsonlReader) -> list[str]:
+    pending: dict[str, list[Scalar]] = {}
     has_more = False
-    count = done = 0
+    count = 0
     limit = _MAX_PER_SERIES
-    size = _size_of(data)
-    for block_size, scalars in read_scalars(reader, data.media.add):
-        for row in scalars:
-            rows = pending.get(row[2])
-            if rows is None:
-                if len(pending) >= MAX_SERIES:
-                    has_more = True
-                    continue
-                rows = pending[row[2]] = []
-            rows.append(row)
-        count += len(scalars)
-        if count >= _MAX_PENDING:
+    for record in reader:
+        if record["kind"] != "scalar":
+            data.media.add(record)
+            continue
+        rows = pending.get(record["name"])
+        if rows is None:
+            if len(pending) >= MAX_SERIES:
+                has_more = True
+                continue
+            rows = pending[record["name"]] = []
+        rows.append((record.get("step"), record.get("time"), float(record["value"])))
+        count += 1
+        if count % _MAX_PENDING == 0:
             limit = _sample(data, pending, limit)
-            count = 0
-        done += block_size
-        if progress is not None:
-            progress(done, max(size, done))
     _sample(data, pending, limit)
     return [f"metrics.jsonl: the series after the first {MAX_SERIES:,}"] if has_more else []
 
 
-def _sample(data: RunData, pending: dict[bytes, list[Scalar]], limit: int) -> int:
+def _sample(data: RunData, pending: dict[str, list[Scalar]], limit: int) -> int:
     """Move the pending values to the series; return how many buckets a series may have."""
-    for encoded, rows in pending.items():
+    for name, rows in pending.items():
         if rows:
-            data.series.setdefault(json.loads(encoded), SampledSeries()).add(rows, limit)
+            data.series.setdefault(name, SampledSeries()).add(rows, limit)
             rows.clear()
     while limit > 50 and sum(map(len, data.series.values())) > _MAX_BUCKETS:
         limit //= 2
         for series in data.series.values():
             series.shrink(limit)
     return limit
-
-
-def _size_of(data: RunData) -> int:
-    try:
-        return os.lstat(data.run.path / "metrics.jsonl").st_size
-    except OSError:
-        return 0
 
 
 def _read_events(data: RunData, reader: JsonlReader) -> None:

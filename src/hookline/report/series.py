@@ -7,14 +7,13 @@ buckets, neighbours are merged in pairs, so no extreme is ever lost, and memory 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hookline.runs.metric_values import MetricSummary, Scalar
+from hookline.runs.metric_values import MetricSummary
 
 _MAX_NOT_FINITE = 100  # steps that are kept
 _OTHER_GROUPS = frozenset(
@@ -24,6 +23,7 @@ VANISHING, EXPLODING = 1e-7, 1e3  # norms, as GradientMonitor warns of them
 VANISHING_SHARE, EXPLODING_SHARE = 1e-4, 1e4  # of the median layer, as gradient_flow marks them
 
 Layers = dict[str, str]  # the series of each layer
+Scalar = tuple[float | None, float | None, float]  # step, time, value
 
 
 class SampledSeries:
@@ -54,7 +54,7 @@ class SampledSeries:
 
     def add(self, rows: Sequence[Scalar], limit: int) -> None:
         """Add values in the order of the log, and merge buckets if there are more than `limit`."""
-        values = [float(row[3]) for row in rows]
+        values = [row[2] for row in rows]
         self.total += len(values)
         self.last, self.last_step = values[-1], _number(rows[-1][0])
         if not math.isfinite(sum(values)):
@@ -139,12 +139,8 @@ class SampledSeries:
         return summary
 
 
-def _number(text: bytes) -> float:
-    """Return a number of JSON; NaN for null."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan if json.loads(text) is None else 0.0
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _whole(step: float) -> float | int | None:

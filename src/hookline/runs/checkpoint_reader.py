@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,6 @@ from hookline.checkpoint.catalog import (
 )
 from hookline.checkpoint.completion_files import find_transformers_checkpoint
 from hookline.checkpoint.differences import describe_mismatches, fitting_weights
-from hookline.checkpoint.retention import KeepRules
 from hookline.errors import CheckpointError
 from hookline.printable import message_lines
 from hookline.runs.location import list_run_folders
@@ -150,43 +148,6 @@ def choose_of_step(checkpoints: Sequence[SavedCheckpoint], step: str) -> Path | 
     matching = [one for one in checkpoints if str(one.step) == step]
     matching.sort(key=lambda one: (not one.is_weights_only, not one.is_emergency))
     return matching[-1].path if matching else None
-
-
-def choose_kept(
-    checkpoints: Sequence[SavedCheckpoint], rules: KeepRules, metric: str | None = None
-) -> list[list[str]]:
-    """Return, for each checkpoint, why it is kept; an empty list means that it is not needed.
-
-    The newest checkpoint, the newest that a run can resume from, those that `last` and `best` name,
-    and those that were saved after a crash are always kept. The last of these do not count among
-    the newest or the best, and those without a finite value of the metric not among the best.
-
-    Args:
-        checkpoints: All complete checkpoints of a folder, the oldest first.
-        rules: What else is kept.
-        metric: What the best are ranked by.
-    """
-    regular = [one for one in checkpoints if not one.is_emergency]
-    full = [index for index, one in enumerate(regular) if not one.is_weights_only]
-    scores = [_read_score(one, metric) for one in regular]
-    kept = {
-        "newest": rules.newest(len(regular)) | {*range(len(regular))[-1:], *full[-1:]},
-        f"best {metric}": {i for i in rules.rank(scores) if scores[i] is not None},
-        f"every {rules.every} steps": rules.first_of_intervals([one.step for one in regular]),
-    }
-    paths = {reason: [regular[i].path for i in chosen] for reason, chosen in kept.items()}
-    reasons: list[list[str]] = []
-    for one in checkpoints:
-        found = {"last": one.is_last, "best": one.is_best, "emergency": one.is_emergency}
-        found |= {reason: one.path in chosen for reason, chosen in paths.items()}
-        reasons.append([reason for reason, applies in found.items() if applies])
-    return reasons
-
-
-def _read_score(checkpoint: SavedCheckpoint, metric: str | None) -> float | None:
-    """Return the value of the metric; None if it is not finite."""
-    value = checkpoint.metrics.get(metric or "")
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def decode_metrics(info: Mapping[str, Any]) -> dict[str, Any]:

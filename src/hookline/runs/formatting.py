@@ -117,12 +117,6 @@ def _training_fields(training: Any) -> list[tuple[str, str]]:
         for optimizer in training["optimizers"]:
             rates = join_some(format_number(group.get("lr")) for group in optimizer["groups"])
             fields.append(("optimizer", f"{_short(optimizer)}, lr {rates}"))
-        fields += [("scheduler", _short(scheduler)) for scheduler in training.get("schedulers", ())]
-        for kind in ("loaders", "val_loaders"):
-            for name, loader in training.get(kind, {}).items():
-                length = "" if loader["length"] is None else f", {loader['length']} batches"
-                size = "" if loader["batch_size"] is None else f" of {loader['batch_size']}"
-                fields.append((f"{name} data", f"{_short(loader)}{length}{size}"))
         hparams = training.get("hparams", {}).items()
         fields.append(("hparams", join_some(f"{k}={format_number(v)}" for k, v in hparams)))
     return fields

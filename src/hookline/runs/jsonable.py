@@ -124,19 +124,24 @@ def canonical_json(config: Any) -> str:
     """Return JSON that is the same for configurations with the same meaning.
 
     Keys are sorted, there is no white space, and integral floats are written as integers (`1.0` as
-    `1`), as in RFC 8785. Tuples become lists and paths strings; memory addresses are removed from
-    the `repr` of objects. Secrets are masked by their names, so that a configuration has the same
-    hash with its secrets, with others, and as it is recorded. Known values (`hookline.masking`) are
-    not: the hash must not depend on the environment.
+    `1`), as in RFC 8785.
     """
-    masked = mask_secrets(to_jsonable(config), known_values=False)
     return json.dumps(
-        _normalize(remove_addresses(masked)),
+        _normalize(make_comparable(config)),
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=False,
         allow_nan=False,
     )
+
+
+def make_comparable(value: Any) -> Any:
+    """Return JSON without memory addresses, with secrets masked by their names.
+
+    So a configuration is the same with its secrets, with others, and as it is recorded. Known
+    values (`hookline.masking`) are not masked: the result must not depend on the environment.
+    """
+    return remove_addresses(mask_secrets(to_jsonable(value), known_values=False))
 
 
 def _normalize(value: Any) -> Any:

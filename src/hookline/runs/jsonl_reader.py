@@ -20,6 +20,7 @@ _END_SIZE = 1 << 16  # read at a time from the end
 _MAX_SHOWN = 5  # damaged lines in one message
 _MAX_DAMAGED = 20_000  # then it is not a log, and each further line takes longer than a record
 _MAX_NAME = 10_000  # characters
+_USUAL_LINE, _FIELDS = 1000, 7  # bytes and fields of a line as it is written
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -47,9 +48,7 @@ class JsonlReader:
 
     def __init__(self, file: Path, *, growing: bool = False) -> None:
         self._file = file
-        self._find_problem = (
-            _find_event_problem if file.name == "events.jsonl" else find_metric_problem
-        )
+        self._is_events = file.name == "events.jsonl"
         self._growing = growing
         self._lines = 0
         self._damaged = 0
@@ -101,13 +100,16 @@ class JsonlReader:
     def parse(self, line: bytes) -> dict[str, Any] | None:
         """Return the record of the next line; None if it is damaged or of a newer version."""
         self._lines += 1
+        if not self._is_events and (usual := _parse_usual(line)) is not None:
+            return usual
         try:
             record = _parse_line(line)
             if _is_newer(record):
                 if len(self._newer_versions) < _MAX_SHOWN:
                     self._newer_versions.add(str(record["v"])[:20])
                 return None
-            problem = self._find_problem(record)
+            find = _find_event_problem if self._is_events else find_metric_problem
+            problem = find(record)
         except ValueError as error:
             problem = str(error)
         else:
@@ -165,6 +167,18 @@ def _read_lines_backwards(file: Path, max_bytes: int) -> Iterator[bytes]:
                 yield rest
     except OSError:
         return
+
+
+def _parse_usual(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a usual line of metrics, which takes a fifth of the time; else None."""
+    if b"\\" in line or line.count(b"{") != 1 or b"[" in line or len(line) > _USUAL_LINE:
+        return None
+    try:
+        record = json.loads(line.decode())
+    except ValueError:
+        return None
+    is_valid = type(record) is dict and record.get("v") == VERSION and len(record) <= _FIELDS
+    return record if is_valid and find_metric_problem(record) is None else None
 
 
 def _parse_line(line: bytes) -> dict[str, Any]:

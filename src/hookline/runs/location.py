@@ -20,7 +20,7 @@ from hookline.runs.manifest import inspect_run_manifest, is_run_manifest, new_ru
 
 _FILES = (
     *("manifest.json", "metrics.jsonl", "events.jsonl", "repeated.jsonl"),
-    *("log.jsonl", "log.repeated.jsonl", "heartbeat.json"),
+    *("log.jsonl", "log.repeated.jsonl", "heartbeat.json", "writer.lock"),
 )
 _FOLDERS = ("checkpoints", "media", "profile", "trackers")
 _LOG_FILES = ("metrics.jsonl", "events.jsonl")

@@ -13,24 +13,21 @@ from typing import Any
 
 from hookline.arguments import check_instance, listed_strings
 from hookline.errors import RunError
-from hookline.files import describe_kind
 from hookline.runs.checkpoint_reader import SavedCheckpoint, read_checkpoints
 from hookline.runs.environment import is_process_alive
 from hookline.runs.formatting import format_run, format_run_line
 from hookline.runs.jsonl_reader import JsonlReader, find_metric_problem, read_jsonl_backwards
-from hookline.runs.lease import is_silent
 from hookline.runs.location import find_refused_entries, find_refused_folder, find_run
+from hookline.runs.lock import is_locked
 from hookline.runs.manifest import inspect_run_manifest, last_write_time, parse_time
 from hookline.runs.metric_values import (
     COLUMNS,
     MetricSummary,
     Row,
-    parse_row,
     read_rows,
     summarize_metrics,
 )
 from hookline.runs.rewind import REPEATED
-from hookline.runs.series_index import MIN_BYTES, SeriesIndex
 
 
 def open_run(path: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs") -> OpenedRun:
@@ -74,7 +71,7 @@ class OpenedRun:
         """`training`, or how the run ended.
 
         `lost`: its process died without setting a status. On another machine this is known from
-        the time of its last heartbeat, with the clocks of both machines.
+        the lock that it held.
         `unknown`: there is no manifest.
         """
         return _status(self.path, self.manifest)
@@ -113,26 +110,9 @@ class OpenedRun:
         check_instance("metrics(kind=…)", kind, str | None, "a kind of value")
         files = [*([REPEATED] if repeated else []), "metrics.jsonl"]
         patterns = ["val/" + name[5:] if name.startswith("eval/") else name for name in names]
-        rows = chain.from_iterable(self._read_rows(self.path / file, patterns) for file in files)
+        readers = [JsonlReader(self.path / file, growing=True) for file in files]
+        rows = chain.from_iterable(read_rows(reader, patterns) for reader in readers)
         return [row for row in rows if kind is None or row["kind"] == kind]
-
-    def _read_rows(self, file: Path, patterns: list[str]) -> Iterable[Row]:
-        """Yield the rows of a metrics log, of a long one with the help of its index."""
-        reader = JsonlReader(file, growing=True)
-        size = file.stat().st_size if describe_kind(file) is None and file.is_file() else 0
-        is_series = len(patterns) == 1 and not set(patterns[0]) & set("*?[")
-        if size < MIN_BYTES or not is_series or file.name == REPEATED or self.status == "training":
-            return read_rows(reader, patterns)
-        index = SeriesIndex(file, size)
-        lines = index.read_lines(patterns[0])
-        if lines is not None:
-            rows = [row for line in lines if (row := parse_row(reader, line)) is not None]
-            return [row for row in rows if row["name"] == patterns[0]]
-        found: list[int] = []
-        rows = list(read_rows(reader, patterns, found))
-        if not reader.damage:  # else the log is not what it was when it was written
-            index.add(patterns[0], found)
-        return rows
 
     def frame(self, *names: str, kind: str | None = None, repeated: bool = False) -> Any:
         """Return what `metrics` returns as a pandas frame."""
@@ -236,6 +216,6 @@ def _status(folder: Path, manifest: Mapping[str, Any]) -> str:
     attempts = manifest.get("attempts")
     if status == "training" and attempts:
         is_alive = is_process_alive(attempts[-1])
-        if is_alive is False or (is_alive is None and is_silent(folder)):
+        if is_alive is False or (is_alive is None and not is_locked(folder)):
             return "lost"
     return status

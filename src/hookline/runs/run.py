@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -34,8 +34,8 @@ from hookline.masking import mask_secrets
 from hookline.runs.jsonable import safe_repr, to_json_number, to_jsonable
 from hookline.runs.jsonl_file import VERSION, InvalidValue, JsonlFile, MetricsLog, encode_line
 from hookline.runs.jsonl_reader import read_jsonl_backwards
-from hookline.runs.lease import Lease
 from hookline.runs.location import create_run_folder, find_refused_entries
+from hookline.runs.lock import RunLock
 from hookline.runs.manifest import (
     continue_manifest,
     describe_attempt,
@@ -82,7 +82,7 @@ class Run:
 
     has_folder = True
 
-    def __init__(self, path: Path, manifest: dict[str, Any], lease: Lease | None = None) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: RunLock | None = None) -> None:
         self.path = path
         self.id: str = manifest["run_id"]
         self.manifest = manifest
@@ -90,12 +90,12 @@ class Run:
         self._events: JsonlFile | None = None
         self._manifest_failed = False
         self._lost_before = int(manifest.get("lost_records") or 0)
-        self._lease = lease
-        if lease is not None:
-            self.metrics_log = MetricsLog(JsonlFile(path / "metrics.jsonl", lease.check))
-            self._events = JsonlFile(path / "events.jsonl", lease.check)
+        self._lock = lock
+        if lock is not None:
+            self.metrics_log = MetricsLog(JsonlFile(path / "metrics.jsonl", lock.check))
+            self._events = JsonlFile(path / "events.jsonl", lock.check)
             # A program that ends without closing its run loses no metrics.
-            files = (self.metrics_log, self._events, lease)
+            files = (self.metrics_log, self._events, lock)
             self._cleanup = weakref.finalize(self, _close_files, os.getpid(), *files)
 
     @classmethod
@@ -128,11 +128,11 @@ class Run:
         try:
             path = create_run_folder(root)
             try:
-                with _held_lease(path) as lease:
+                with _held_lock(path) as lock:
                     attempt = describe_attempt(config, seed, hooks, **fields)
                     manifest = new_manifest(path.name, attempt, parent)
                     write_run_manifest(path, manifest)
-                    return cls(path, manifest, lease)
+                    return cls(path, manifest, lock)
             except BaseException:
                 shutil.rmtree(path, ignore_errors=True)
                 raise
@@ -182,7 +182,7 @@ class Run:
                 "folder may lead out of it."
             )
         try:
-            with _held_lease(path) as lease:
+            with _held_lock(path) as lock:
                 for folder in (path, path / "checkpoints"):
                     remove_leftovers(folder)
                 attempt = describe_attempt(config, seed, hooks, **fields)
@@ -191,7 +191,7 @@ class Run:
                 if unfinished := _find_unfinished(manifest):
                     check_rewind(path, unfinished)  # before anything is written
                 write_run_manifest(path, manifest)
-                run = cls(path, manifest, lease)
+                run = cls(path, manifest, lock)
                 cast(JsonlFile, run._events).drop_incomplete_line()
                 run._finish_rewind()
                 if position is not None:
@@ -257,7 +257,7 @@ class Run:
         written = {name: to_jsonable(value) for name, value in fields.items()}
         self.manifest.update(mask_secrets(written, by_name=False))
         self.manifest["lost_records"] = self._lost_before + self.lost
-        if self.lease_lost is not None or self.is_forked:
+        if self.is_forked:
             return  # the manifest is written by another process
         try:
             write_run_manifest(self.path, self.manifest)
@@ -275,21 +275,21 @@ class Run:
             self.update(**{field: {**self.manifest.get(field, {}), **items}})
             return
         try:
-            lease = Lease.acquire(self.path)
+            lock = RunLock.acquire(self.path)
             try:
                 manifest = read_run_manifest(self.path)
                 added = mask_secrets(to_jsonable(dict(items)), by_name=False)
                 manifest[field] = {**manifest.get(field, {}), **added}
                 write_run_manifest(self.path, manifest)
             finally:
-                lease.release()
+                lock.release()
         except (OSError, RunError) as error:
             log.warning("'%s' is not written to the manifest of %s: %s", field, self.path, error)
 
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the one that writes the run: it writes nothing."""
-        return self._lease is not None and not self._lease.is_own
+        return self._lock is not None and not self._lock.is_own
 
     @property
     def lost(self) -> int:
@@ -297,20 +297,6 @@ class Run:
         if self.metrics_log is None or self._events is None:
             return 0
         return self.metrics_log.file.lost + self._events.lost
-
-    @property
-    def lease_lost(self) -> str | None:
-        """Why this process may not write the run any more; None while it may.
-
-        Another process took the run over, because this one was suspended for a long time. What it
-        logs since then is lost, and it must stop training.
-        """
-        return None if self._lease is None else self._lease.lost
-
-    def call_when_lease_is_lost(self, callback: Callable[[], None]) -> None:
-        """Call a function once when `lease_lost` is set, possibly from another thread."""
-        if self._lease is not None:
-            self._lease.on_lost = callback
 
     @property
     def problem(self) -> str | None:
@@ -397,8 +383,8 @@ class Run:
         attempts[-1].update(ended=ended, status=status, error=self._describe_error(error))
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         self.update(status=status, ended=ended, last_error=text, attempts=attempts)
-        assert self._lease is not None
-        _close_files(os.getpid(), self.metrics_log, self._events, self._lease)
+        assert self._lock is not None
+        _close_files(os.getpid(), self.metrics_log, self._events, self._lock)
         self._cleanup.detach()
         self.metrics_log = self._events = None
 
@@ -489,8 +475,6 @@ class RemoteRun:
         checkpoints: the folder of its checkpoints.
     """
 
-    lease_lost: str | None = None
-
     def __init__(self, run_id: str, path: Path) -> None:
         self.id, self.path, self.checkpoints = run_id, path, path / "checkpoints"
 
@@ -502,13 +486,13 @@ class RemoteRun:
 
 
 @contextmanager
-def _held_lease(path: Path) -> Generator[Lease, None, None]:
-    """Take the lease of a run, and release it only if the block fails."""
-    lease = Lease.acquire(path)
+def _held_lock(path: Path) -> Generator[RunLock, None, None]:
+    """Take the lock of a run, and release it only if the block fails."""
+    lock = RunLock.acquire(path)
     try:
-        yield lease
+        yield lock
     except BaseException:
-        lease.release()
+        lock.release()
         raise
 
 
@@ -518,13 +502,13 @@ def _find_unfinished(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     return rewinds[-1] if rewinds and not rewinds[-1].get("finished") else None
 
 
-def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lease: Lease) -> None:
+def _close_files(pid: int, metrics_log: MetricsLog, events: JsonlFile, lock: RunLock) -> None:
     """Write the buffered metrics when a run is garbage collected, or the program ends."""
     if os.getpid() == pid:  # a forked process has a copy of the buffer, and must not write it
         metrics_log.flush()
         metrics_log.file.close()
         events.close()
-        lease.release()
+        lock.release()
 
 
 def _freeze_scalar(value: Any) -> Any:

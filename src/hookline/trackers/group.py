@@ -78,8 +78,6 @@ class TrackerSet:
         self._unwritten = [*self._threads]
         assert run.metrics_log is not None
         run.metrics_log.listener = self.put
-        for thread in self._threads:
-            thread.catch_up(self._find_end())
         until = time.monotonic() + _START_SECONDS
         for thread, tracker in zip(self._threads, self._trackers.values(), strict=True):
             if getattr(tracker, "is_awaited", False) and not thread.has_started.wait(
@@ -94,9 +92,8 @@ class TrackerSet:
 
     def put(self, records: Sequence[tuple[Any, ...]]) -> None:
         """Give all trackers records that have just been written."""
-        end = self._find_end()
         for thread in self._threads:
-            thread.put(records, end)
+            thread.put(records)
         if self._unwritten:
             self.write_ids()
 
@@ -110,9 +107,8 @@ class TrackerSet:
         if self._run is None or not self._run.has_folder:
             return
         step, kept = read_from_step(self._run.metrics_file, step, _MAX_REPEATED)
-        end = self._find_end()
         for thread in self._threads:
-            thread.rewind(step, kept, end)
+            thread.rewind(step, kept)
 
     def finish(self, status: str) -> None:
         """End the trackers, and wait for them, but not long. The run itself may be closed."""
@@ -183,13 +179,6 @@ class TrackerSet:
             return
         self._unwritten = [t for t in self._unwritten if t not in started]
         self._run.add_to_field("trackers", {thread.name: thread.ids for thread in started})
-
-    def _find_end(self) -> int:
-        """Return where the run's metrics log ends, in bytes; 0 if it is not written."""
-        run = self._run
-        if run is None or run.metrics_log is None or not run.has_folder:
-            return 0
-        return run.metrics_log.file.size
 
 
 def _prepare(name: str, tracker: Tracker) -> None:

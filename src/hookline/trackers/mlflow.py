@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import sqlite3
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ class MLflowTracker:
         self._run_id = ""
         self._names = _PlainNames()
         self._active: tuple[str, str] | None = None  # the program's own run, and where it is
-        self.is_continued = True
 
     def prepare(self) -> None:
         """Find the run that the program has started itself: MLflow keeps one for each thread."""
@@ -64,7 +62,6 @@ class MLflowTracker:
         if self._active is None:
             client.update_run(run_id, status="RUNNING")
         else:
-            self.is_continued = run.saved.get("run_id", run_id) == run_id
             client.set_tag(run_id, _RUN_ID_TAG, run.id)
         self._log_params(run.hyperparameters, found.data.params)
         client.log_dict(run_id, dict(run.manifest), "hookline/manifest.json")
@@ -77,7 +74,6 @@ class MLflowTracker:
         mlflow: Any = import_module("mlflow")
         if self._uri is not None or mlflow.is_tracking_uri_set() or run.folder is None:
             return self._uri
-        _move_artifacts(run.folder)
         return _find_database(run.folder)
 
     def _find_experiment(self, run: TrackedRun, uri: str | None) -> str:
@@ -95,7 +91,6 @@ class MLflowTracker:
             return self._client.get_run(self._active[0])
         experiment = self._find_experiment(run, uri)
         found = self._find_earlier_run(run, experiment)
-        self.is_continued = found is not None
         if found is None:
             tags = {_RUN_ID_TAG: run.id, "hookline.tags": ", ".join(run.tags)}
             found = self._client.create_run(experiment, run_name=run.name or run.id, tags=tags)
@@ -170,23 +165,6 @@ def _find_database(folder: Path) -> str:
 def _find_artifacts(folder: Path) -> str:
     """Return where the artifacts of that database are."""
     return (folder.absolute() / _ARTIFACTS).as_uri()
-
-
-def _move_artifacts(folder: Path) -> None:
-    """Let the database find its artifacts in the folder where it is now.
-
-    It has their absolute path, which a run's folder that was moved or copied has no more.
-    """
-    file, here = folder / "mlflow.db", _find_artifacts(folder)
-    if not file.exists():
-        return
-    with closing(sqlite3.connect(file)) as database, database:
-        for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-            for row, uri in database.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
-                before, found, rest = str(uri).partition(f"/{_ARTIFACTS}")
-                if found and f"{before}{found}" != here and rest[:1] in ("", "/"):
-                    change = f"UPDATE {table} SET {column} = ? WHERE rowid = ?"
-                    database.execute(change, (here + rest, row))
 
 
 class _PlainNames:

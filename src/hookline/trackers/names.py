@@ -1,15 +1,8 @@
-"""Names of trackers: the built-in ones, those of installed packages, and class paths.
-
-An installed package names its trackers with entry points:
-
-    [project.entry-points."hookline.trackers"]
-    acme = "acme_tracking:AcmeTracker"
-"""
+"""Names of trackers: the built-in ones, and class paths."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
@@ -77,13 +70,10 @@ def _create(name: str, options: dict[str, Any]) -> tuple[str, Tracker]:
 def _find_path(name: str) -> str:
     if name in BUILT_IN_TRACKERS:
         return BUILT_IN_TRACKERS[name]
-    points = {p.name: f"{p.module}.{p.attr}" for p in entry_points(group="hookline.trackers")}
-    if name in points:
-        return points[name]
     if "." in name:
         return name
-    known = [*BUILT_IN_TRACKERS, *points]
+    known = ", ".join(BUILT_IN_TRACKERS)
     raise ConfigError(
-        f"Unknown tracker '{name}'.{nearest(name, known)} Known are: {', '.join(known)}. One of "
-        "your own is given as an object, or gets a name with an entry point 'hookline.trackers'."
+        f"Unknown tracker '{name}'.{nearest(name, BUILT_IN_TRACKERS)} Known are: {known}. One of "
+        "your own is given as an object, or by its class path."
     )

@@ -51,19 +51,11 @@ class Tracker(Protocol):
 
     - `prepare()`: called before `start`, in training's thread, which waits for it: a tool may keep
       a thread's active run.
-
     - `log_checkpoint(path, step)`: a checkpoint is complete in the folder `path`.
     - `rewind(step, values)`: the run continues from an earlier checkpoint. All that was logged from
       `step` on is void, apart from `values`.
 
-    Three attributes are read if they exist:
-
-    - `name`.
-    - `unsaved_seconds`: how long the tool itself keeps values in memory. If the process is killed,
-      a resumed run logs what the tool lacks of its record, and what was logged in the last
-      `unsaved_seconds`.
-    - `is_continued`: set to False by `start` if the tool has nothing of the run any more, for
-      example because its run was deleted. A resumed run then logs its whole record.
+    Its attribute `name` is read if it exists.
     """
 
     def start(self, run: TrackedRun) -> Mapping[str, Any] | None:

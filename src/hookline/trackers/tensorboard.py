@@ -25,7 +25,6 @@ class TensorBoardTracker:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._folder = folder
         self._writer: Any = None
-        self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
         """Open a new event file; TensorBoard shows all of a folder as one run."""
@@ -33,7 +32,6 @@ class TensorBoardTracker:
 
         default = Path("tensorboard", run.id) if run.folder is None else run.folder / "tensorboard"
         folder = default if self._folder is None else user_path(self._folder) / run.id
-        self.is_continued = any(folder.glob("events.out.tfevents.*"))
         self._writer = SummaryWriter(str(folder))
         self._write_hyperparameters(run.hyperparameters)
         shown = json.dumps(run.manifest, indent=1, ensure_ascii=False)

@@ -18,8 +18,6 @@ class TrackioTracker(RowTracker):
         options: further arguments of `trackio.init`, such as `space_id`.
     """
 
-    unsaved_seconds = 2.0  # it writes twice a second
-
     def __init__(
         self, project: str = "hookline", checkpoints: bool = False, **options: Any
     ) -> None:
@@ -27,7 +25,6 @@ class TrackioTracker(RowTracker):
         self._project, self._checkpoints, self._options = project, checkpoints, options
         self._run: Any = None
         self._id = ""
-        self.is_continued = True
 
     def start(self, run: TrackedRun) -> Mapping[str, Any]:
         """Start a run of trackio, or continue the one of an earlier attempt."""
@@ -40,7 +37,6 @@ class TrackioTracker(RowTracker):
         options["project"] = run.saved.get("project", self._project)
         self._run = trackio.init(config={**config, "hookline": facts}, **options)
         self._id = run.id
-        self.is_continued = run.saved.get("id", self._run.id) == self._run.id
         return {"id": self._run.id, "name": self._run.name, "project": options["project"]}
 
     def _convert(self, value: TrackedValue) -> tuple[str, Any]:

@@ -29,14 +29,12 @@ class WandbTracker(RowTracker):
     """
 
     is_awaited = True  # a hook may call wandb.log as soon as training begins
-    unsaved_seconds = 20.0  # it writes its file every 15 seconds
 
     def __init__(self, checkpoints: bool = False, **options: Any) -> None:
         super().__init__()
         self._checkpoints, self._options = checkpoints, options
         self._run: Any = None
         self.log_to_run: Any = None  # W&B's own
-        self.is_continued = True
         self.is_own = False
         self._defined: set[str] = set()
         self._id = ""
@@ -54,7 +52,6 @@ class WandbTracker(RowTracker):
             self._run = wandb.init(**options)
         else:
             self._run = active
-        self.is_continued = run.saved.get("id", self._run.id) == self._run.id
         self._defined, self._id = set(), run.id
         self._run.define_metric(STEP_AXIS, hidden=True)
         facts = {name: value for name, value in run.manifest.items() if name not in _LEFT_OUT}

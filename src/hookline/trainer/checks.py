@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hookline.trainer.trainer import Trainer
 
 log = logging.getLogger("hookline")
-_OWN = ("device", "seed", "runs", "progress", "debug", "hooks", "slow_rank_seconds")  # of a rank
+_OWN = ("device", "seed", "runs", "progress", "debug", "hooks")  # of a rank
 _SHOWN = 3  # differences between ranks
 _CALLED_WITH = {
     "loss_fn": ("outputs", "targets"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from hookline.arguments import show_value
 from hookline.checkpoint import find_checkpoint
 from hookline.checkpoint.catalog import read_manifest
 from hookline.checkpoint.folder import Checkpoint, RankSelection, load_checkpoint
-from hookline.checkpoint.remote import fetch_checkpoint
 from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import CheckpointError
 from hookline.hooks.checkpointing.model_checkpoint import SavingHook
@@ -36,7 +34,7 @@ from hookline.runs.identity import Identity
 from hookline.runs.jsonable import to_jsonable
 from hookline.runs.location import find_run_of_checkpoint, shorten_path
 from hookline.runs.manifest import read_run_manifest
-from hookline.runs.restart import check_crash_loop, find_unfinished_run
+from hookline.runs.restart import find_unfinished_run
 from hookline.tensors.sharded import is_sharded
 from hookline.trainer.checks import needs_metric
 
@@ -55,23 +53,21 @@ _AVERAGE = re.compile(r"\['hooks'\]\['[^']*'\]\['averages'\]\['([^']*)'\]")
 
 
 def resume(
-    trainer: Trainer, identity: Identity, resume_from: Any, *, strict: bool
+    trainer: Trainer, identity: Identity, resume_from: Any
 ) -> tuple[Path | None, dict[str, Any]]:
     """Restore a trainer from the checkpoint of the run that it continues, in all processes.
 
     Return the checkpoint, None if a new run starts, and the settings that the run then has. Raise
-    if something does not fit, apart from hooks; without `strict`, load what fits.
+    if something does not fit, apart from hooks.
     """
     settings = describe_settings(trainer.config, identity.training)
     find = trainer.strategy.processes.call_on_main
     start = find(lambda: _find_start(trainer, identity, resume_from))
     if start is None:
         return None, settings
-    advice = (
-        "Resume with the model and the optimizers of the run, load what fits with "
-        "fit(…, strict=False), or start a new run."
-    )
-    loaded = _restore(trainer, read_checkpoint(trainer, start), advice=advice, strict=strict)
+    loaded = read_checkpoint(trainer, start)
+    advice = "Resume with the model and the optimizers of the run, or start a new run."
+    _restore(trainer, loaded, advice)
     settings, message = _compare_settings(loaded.state.get("settings", {}), settings)
     if message is not None:
         log.warning("%s: %s", shorten_path(start), message)
@@ -109,26 +105,20 @@ def _find_start(trainer: Trainer, identity: Identity, resume_from: Any) -> Path 
         found, message = find_unfinished_run(runs, identity.describe(trainer.hooks.describe()))
         trainer.announce(message)
         return found
-    if "://" in path:
-        into = Path(tempfile.mkdtemp()) if runs is None else runs / "fetched"
-        return fetch_checkpoint(path, into)
-    checkpoint = find_checkpoint(Path(path), verify=True)
+    checkpoint = find_checkpoint(path, verify=True)
     folder = find_run_of_checkpoint(checkpoint)
     if folder is not None and runs is not None:
         read_run_manifest(folder)  # raises before anything is loaded, if it cannot be continued
-    if folder is not None and checkpoint.resolve() != Path(path).resolve():
-        check_crash_loop(folder, checkpoint)  # not for a checkpoint that is named
     return checkpoint
 
 
-def _restore(trainer: Trainer, checkpoint: Checkpoint, *, advice: str, strict: bool) -> Checkpoint:
-    """Restore a trainer from a checkpoint, after comparing all of it; return what was loaded."""
-    return trainer.loop.state.restore_checkpoint(
+def _restore(trainer: Trainer, checkpoint: Checkpoint, advice: str) -> None:
+    """Restore a trainer from a checkpoint, after comparing all of it."""
+    trainer.loop.state.restore_checkpoint(
         checkpoint,
         trainer.strategy.processes,
         what=f"this trainer and its {type(trainer.model).__name__}",
         advice=advice,
-        strict=strict,
     )
 
 
@@ -253,8 +243,7 @@ def fork(trainer: Trainer, path: Any) -> tuple[Path, dict[str, Any]]:
             )
         before = to_jsonable(state.get("settings") or {})
         _apply_settings(trainer, state, before)
-    advice = "Fork with the model and the optimizers of the run."
-    _restore(trainer, checkpoint, advice=advice, strict=True)
+    _restore(trainer, checkpoint, "Fork with the model and the optimizers of the run.")
     for name in trainer.hooks.list_hooks():
         hook = trainer.hooks.get_hook(name)
         if isinstance(hook, SavingHook):

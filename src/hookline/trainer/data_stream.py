@@ -100,7 +100,6 @@ class Stream:
         self._mixing = mixing or MixConfig()
         self._what = what
         self._may_be_empty = may_be_empty
-        self.started: set[int] = set()  # iterators that cannot be started again, by id
         self._order = _make_order(self._mixing, self.names)
         self._check()
 
@@ -124,15 +123,13 @@ class Stream:
         for name, loader in zip(self.names, self.loaders, strict=True):
             loader = getattr(loader, "whole_loader", loader)  # which is sharded
             if epochs > 1 and isinstance(loader, Iterator):
-                raise self._not_restartable(name, loader, f"{epochs} epochs are asked for")
-
-    def _not_restartable(self, name: str, loader: Any, why: str) -> ArgumentError:
-        return ArgumentError(
-            f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), which can "
-            f"be iterated over only once, and {why}. Pass something that can be started again: a "
-            "DataLoader, a list (`list(iterator)`, if it fits in memory), or an object whose "
-            "`__iter__` makes a new iterator."
-        )
+                raise ArgumentError(
+                    f"The {self._what} loader '{name}' is an iterator ({type(loader).__name__}), "
+                    f"which can be iterated over only once, and {epochs} epochs are asked for. "
+                    "Pass something that can be started again: a DataLoader, a list "
+                    "(`list(iterator)`, if it fits in memory), or an object whose `__iter__` makes "
+                    "a new iterator."
+                )
 
     def epoch(self, passes: Sequence[Passes] | None = None) -> Iterator[_Tuple]:
         """Iterate over one epoch: batches with their numbers, and their loaders' numbers and names.
@@ -181,7 +178,8 @@ class Stream:
     def _no_batches(self, name: str) -> ArgumentError:
         return ArgumentError(
             f"The {self._what} loader '{name}' has no batches; expected at least one. Is its "
-            "dataset empty, or smaller than one batch with drop_last=True?"
+            "dataset empty, smaller than one batch with drop_last=True, or an iterator, which can "
+            "be iterated over only once?"
         )
 
     @property
@@ -223,18 +221,12 @@ class Stream:
 
     def _start_pass(self, passes: Sequence[Passes] | None, idx: int) -> Iterator[Any]:
         """Start a pass over a loader and load its first batch."""
-        loader, name = self.loaders[idx], self.names[idx]
-        if id(loader) in self.started:
-            why = "it is needed again, for another epoch or because it was too short"
-            raise self._not_restartable(name, loader, why)
-        iterator = iter(loader) if passes is None else passes[idx].start()
-        if iterator is loader:
-            self.started.add(id(loader))
+        iterator = iter(self.loaders[idx]) if passes is None else passes[idx].start()
         first = next(iterator, _END)
         if first is _END:
             if self._may_be_empty:
                 return iter(())
-            raise self._no_batches(name)
+            raise self._no_batches(self.names[idx])
         return chain(map([first].pop, [0]), iterator)  # popped, so that it is freed
 
     # Several loaders, mixed.

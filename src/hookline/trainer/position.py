@@ -19,7 +19,6 @@ from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from hookline.context import numbers_in
 from hookline.errors import CheckpointError, TrainingError, listed
@@ -44,7 +43,6 @@ from hookline.trainer.data_stream import Stream, length_of
 from hookline.trainer.loader_passes import (
     LoaderPasses,
     batch_size_of,
-    generator_with,
     make_passes,
     number_of_samples,
     skips_indices,
@@ -57,7 +55,6 @@ log = logging.getLogger("hookline")
 
 _ORDER = 2  # how weighted loaders take turns; before it was saved, there was another order
 _MAX_BATCHES = 10**9  # of an epoch whose length is not known; they are counted one by one
-_DATALOADER_FIELDS = ("indices", "reuses_workers", "worker_seed")
 
 
 @dataclass
@@ -73,18 +70,12 @@ class EpochProgress:
 
 
 class DataPosition:
-    """The epoch, the number of its batches that were loaded, and the passes over its loaders.
+    """The epoch, the number of its batches that were loaded, and the passes over its loaders."""
 
-    With `fast_forward`, resuming within an epoch loads batches again and drops them instead of
-    skipping their indices; also those of iterators, which cannot be started again.
-    """
-
-    def __init__(self, *, fast_forward: bool = False) -> None:
+    def __init__(self) -> None:
         self.epoch = 0
         self.batches = 0  # of the epoch that were loaded
-        self.per_sample_seed: int | None = None  # what samples of map-style datasets are seeded by
         self.val_loaders: Sequence[Any] = ()  # whose generators are saved and restored
-        self._fast_forward = fast_forward
         self._device = torch.device("cpu")
         self._passes: list[LoaderPasses] = []
         self._generators: list[Any] = []
@@ -102,18 +93,7 @@ class DataPosition:
     ) -> Iterator[tuple[Any, int, int, str]]:
         """Iterate over the batches of this epoch that were not trained on yet."""
         self._device = device
-        seed = self.per_sample_seed
-        if seed is not None:
-            _check_indices(stream)
-        self._passes = [
-            make_passes(
-                loader,
-                stream.names[idx],
-                None if seed is None else (seed, self.epoch, idx),
-                fast_forward=self._fast_forward,
-            )
-            for idx, loader in enumerate(stream.loaders)
-        ]
+        self._passes = list(map(make_passes, stream.loaders, stream.names))
         self._generators = generators_of(stream.loaders)
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"]:
@@ -157,14 +137,11 @@ class DataPosition:
             if before["pass"] is not None:
                 within[idx] = passes.continue_pass(before["pass"], replayed[idx].delivered)
             else:
-                passes.restore_workers(before["has_workers"], before["worker_seed"])
+                passes.restore_workers(before["has_workers"])
         self._restore_random_states(saved)
         for idx, start in within.items():
             replayed[idx].rest = start()
         restore_random_state(saved["now"], self._device)
-        stream.started.update(
-            id(loader) for loader in stream.loaders if isinstance(loader, Iterator)
-        )
         self._log_differences(loaders, [one.delivered for one in replayed])
         return batches
 
@@ -184,11 +161,11 @@ class DataPosition:
             if getattr(passes.loader, "num_workers", 0)
             and (before["has_workers"] or (before["pass"] and n != length_of(passes.loader)))
         ]
-        if restarted and self.per_sample_seed is None and not self._fast_forward:
+        if restarted:
             log.warning(
                 "Random numbers that datasets draw in worker processes are not restored, only the "
                 "order of the samples is. This concerns the train loaders %s, if their samples "
-                "are random. fit(..., per_sample_seed=True) makes such samples exact.",
+                "are random. A dataset that seeds its random numbers by index makes them exact.",
                 listed(restarted),
             )
         late = [passes.name for passes in self._passes if passes.draws_late]
@@ -259,29 +236,11 @@ class _ReplayedPasses:
             self._passes.end(length)
 
 
-def _check_indices(stream: Stream) -> None:
-    streamed = [
-        name
-        for name, loader in zip(stream.names, stream.loaders, strict=True)
-        if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    ]
-    if streamed:
-        raise TrainingError(
-            f"per_sample_seed needs samples with an index, and the datasets of these train "
-            f"loaders are iterable-style: {listed(streamed)}. Use map-style datasets, or "
-            "train with per_sample_seed=False."
-        )
-
-
 # -- comparing a saved position with the loaders, before anything is restored ----------------------
 
 
 def describe_position(
-    saved: Mapping[str, Any],
-    stream: Stream | None,
-    val_loaders: Sequence[Any],
-    *,
-    fast_forward: bool,
+    saved: Mapping[str, Any], stream: Stream | None, val_loaders: Sequence[Any]
 ) -> list[str]:
     """Return why training cannot continue at a saved position of the right form, one line each."""
     lines = describe_random_state(saved["now"])
@@ -297,36 +256,24 @@ def describe_position(
             f"of their own, this trainer has {counts[0]} loaders with {counts[1]}. Resume with the "
             "loaders of the run.",
         ]
-    several = list(zip(stream.names, stream.loaders, saved["loaders"], strict=True))
-    others = [
-        f"The train loader '{name}' {line}"
-        for name, loader, own in several
-        for line in _describe_other_loader(loader, own, fast_forward=fast_forward)
-    ]
-    if others:
-        return [*lines, *others]
     lines += describe_generators(stream.loaders, saved["generators"])
-    length = stream.length()
-    if saved["batches"] > (_MAX_BATCHES if length is None else length):
+    length = _MAX_BATCHES if (length := stream.length()) is None else length
+    if saved["batches"] > length:
         lines.append(
             f"The checkpoint was made after {saved['batches']} batches of epoch {saved['epoch']}, "
-            f"but it has only {_MAX_BATCHES if length is None else length}. Resume with the data "
-            "of the run."
+            f"but it has only {length}. Resume with the data of the run."
         )
-    for name, loader, own in several:
-        ended = sum(length * times for length, times in own["ended"])
-        found = _describe_seed(own["worker_seed"])
-        if ended > saved["batches"]:
-            found.append("its passes are not valid")
+    for name, loader, own in zip(stream.names, stream.loaders, saved["loaders"], strict=True):
+        found = _describe_other_loader(loader, own)
+        if sum(length * times for length, times in own["ended"]) > saved["batches"]:
+            found.append("has passes that are not valid")
         if own["pass"] is not None:
-            found += _describe_pass(loader, own["pass"], own["samples"])
-        lines += [f"train loader '{name}': {line}" for line in found]
+            found += _describe_pass(loader, own["pass"])
+        lines += [f"The train loader '{name}' {line}" for line in found]
     return lines
 
 
-def _describe_other_loader(
-    loader: Any, saved: Mapping[str, Any], *, fast_forward: bool
-) -> list[str]:
+def _describe_other_loader(loader: Any, saved: Mapping[str, Any]) -> list[str]:
     """Return how a loader is not the one that the checkpoint was made with."""
     persistent = bool(getattr(loader, "persistent_workers", False))
     compared: list[tuple[str, Any, Any, str]]
@@ -344,53 +291,29 @@ def _describe_other_loader(
         for text, was, now, instead in compared
         if was != now
     ]
-    if saved["pass"] is not None and isinstance(loader, Iterator) and not fast_forward:
+    if saved["pass"] is not None and isinstance(loader, Iterator):
         lines.append(
             f"is an iterator ({type(loader).__name__}), whose position in the epoch cannot be "
             "restored. Use a DataLoader with a map-style dataset, or torchdata's "
-            "StatefulDataLoader. If this iterator starts with the first batch of the epoch and "
-            "gives the same batches as then, set fast_forward=True in the TrainerConfig: the "
-            "batches before the checkpoint are then loaded and dropped."
+            "StatefulDataLoader."
         )
     return lines
 
 
-def _describe_pass(loader: Any, saved: Mapping[str, Any], samples: int | None) -> list[str]:
-    lines = _describe_seed(saved.get("worker_seed"))
-    if skips_indices(loader) and "loader" not in saved:
-        missing = [name for name in _DATALOADER_FIELDS if name not in saved]
-        lines += [f"its position has no '{name}'" for name in missing]
+def _describe_pass(loader: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Return why a saved pass is not valid, or not one over this loader."""
     starts, indices = [saved["start"]], saved.get("indices")
     if indices is not None:
         starts += [indices["start"], indices["first"]]
-        if not all(_is_index(one, samples) for one in indices["recent"]):
-            lines.append("its position has indices that the dataset does not have")
-    generators = len(generators_of([loader]))
+    elif "indices" not in saved and "loader" not in saved and skips_indices(loader):
+        return ["has a position without 'indices'"]
+    generators, lines = len(generators_of([loader])), list[str]()
     for start in starts:
         lines += describe_random_state(start["random"])
         lines += describe_generators([loader], start["generators"])
         if len(start["generators"]) != generators:
-            lines.append(f"it has {generators} generators, not {len(start['generators'])}")
+            lines.append(f"has {generators} generators, not {len(start['generators'])}")
     return lines
-
-
-def _describe_seed(seed: torch.Tensor | None) -> list[str]:
-    try:
-        generator_with(seed)
-    except Exception as error:  # whatever torch raises for a value of the wrong type
-        return [f"the seed of its workers cannot be restored: {type(error).__name__}: {error}"]
-    return []
-
-
-def _is_index(index: Any, samples: int | None) -> bool:
-    """Return whether a saved index, or a batch of them, can be one of the dataset."""
-    if isinstance(index, torch.Tensor):
-        index = index.tolist() if index.dtype == torch.int64 and index.dim() == 1 else None
-    if type(index) in (list, tuple):
-        return all(_is_index(one, samples) for one in index)
-    if type(index) is int:
-        return samples is None or -samples <= index < samples
-    return type(index) is str
 
 
 # -- another number of processes than the position was saved by ------------------------------------
@@ -445,8 +368,7 @@ def _move(saved: Mapping[str, Any] | None, batches: int) -> Mapping[str, Any] | 
     """Return the state of a pass after so many of its batches."""
     if saved is None or saved.get("indices") is None:
         return saved
-    drawn = {"drawn": batches, "recent": [], "is_over": False}
-    return {**saved, "indices": {**saved["indices"], **drawn}}
+    return {**saved, "indices": {**saved["indices"], "drawn": batches, "is_over": False}}
 
 
 # -- the items of a trainer's checkpoint, apart from those of all loops ----------------------------
@@ -480,8 +402,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
 
     def compare_position(saved: Mapping[str, Any]) -> list[str]:
         val_loaders = () if trainer.val_data is None else trainer.val_data.loaders
-        fast_forward = trainer.config.fast_forward
-        return describe_position(saved, trainer.train_data, val_loaders, fast_forward=fast_forward)
+        return describe_position(saved, trainer.train_data, val_loaders)
 
     return [
         StateItem("tokens_seen", lambda: tokens.count, tokens.restart, adapt_tokens),
@@ -498,7 +419,7 @@ def make_items(trainer: Trainer) -> list[StateItem]:
         flag("epoch_over"),
         StateItem("settings", lambda: trainer.compared_settings),
         StateItem("strategy", strategy.state, strategy.load_state),
-        StateItem("position", save_position, load_position, adapt, compare_position, True),
+        StateItem("position", save_position, load_position, adapt, compare_position),
         StateItem("epoch", lambda: loop.context.epoch, load_epoch),
     ]
 

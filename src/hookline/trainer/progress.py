@@ -1,4 +1,4 @@
-"""The progress display: a bar in a terminal, one display in Jupyter, lines elsewhere.
+"""The progress display: a bar in a terminal, lines elsewhere.
 
 The trainer calls `advance` for each batch, which must cost almost nothing: it counts, looks at the
 clock, and reads a loss only when it is shown.
@@ -7,8 +7,6 @@ clock, and reads a loss only when it is shown.
 from __future__ import annotations
 
 import contextlib
-import html
-import importlib.util
 import logging
 import os
 import sys
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
     Loss = LazyFloat | torch.Tensor | float | None
 
-Kind = Literal["auto", "bar", "plain", "jupyter", "off"]
+Kind = Literal["auto", "bar", "plain", "off"]
 
 
 class Progress:
@@ -244,49 +242,18 @@ class BarProgress(Progress):
         self._console.print(Text(_encodable(text, self._stream)), soft_wrap=True)
 
 
-class JupyterProgress(Progress):
-    """One display, updated in place."""
-
-    shows = True
-
-    def _open(self) -> None:
-        display: Any = importlib.import_module("IPython.display").display
-        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
-
-    def _show(self, now: float, loss: Loss) -> None:
-        line, fraction = "  ".join(self._fields(now, loss).values()), self._fraction()
-        bar = "" if fraction is None else f'<progress value="{fraction:.4f}"></progress> '
-        shown = {"text/plain": line, "text/html": f"{bar}<code>{html.escape(line)}</code>"}
-        self._handle.update(shown, raw=True)
-
-    def _print(self, text: str) -> None:
-        print(text, flush=True)
-
-
 def make_progress(kind: Kind | bool = "auto", *, stream: TextIO | None = None) -> Progress:
     """Return a display; "auto" or True chooses the one for the place where the program runs."""
     chosen = {True: "auto", False: "off"}.get(kind, kind) if isinstance(kind, bool) else kind
     out = sys.stdout if stream is None else stream
     if chosen == "auto":
-        chosen = "jupyter" if _in_kernel() else "bar" if _can_show_bar(out) else "plain"
+        is_able = os.environ.get("TERM", "") not in ("dumb", "unknown")
+        chosen = "bar" if _is_terminal(out) and is_able else "plain"
     if chosen == "bar":
         from rich.console import Console
 
         return BarProgress(Console(file=out, force_terminal=True))
-    if chosen == "jupyter":
-        return JupyterProgress()
     return PlainProgress(out) if chosen == "plain" else Progress()
-
-
-def _in_kernel() -> bool:
-    """Return whether this runs in a Jupyter kernel, which has imported IPython."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return any(cls.__name__ == "ZMQInteractiveShell" for cls in type(shell).__mro__)
-
-
-def _can_show_bar(stream: TextIO) -> bool:
-    able = _is_terminal(stream) and os.environ.get("TERM", "") not in ("dumb", "unknown")
-    return able and importlib.util.find_spec("rich") is not None
 
 
 def _is_terminal(stream: Any) -> bool:

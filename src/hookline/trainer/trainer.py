@@ -194,7 +194,6 @@ class Trainer:
         self._metrics: list[Mapping[str, Any]] = []  # the same
         self._norms: list[torch.Tensor] = []  # gradient norms of the optimizers in this step
         self._drops_gradients = False  # whether this step leaves none, also for later steps
-        self._seeds_samples = False
         self.stop_signal: str | None = None  # that asked the last run to end, as "SIGTERM"
         self.token_count = TokenCount(
             count_tokens if counts_itself else count and make_counter(count)
@@ -556,8 +555,6 @@ class Trainer:
         *,
         resume_from: Any = None,
         fork_from: Any = None,
-        per_sample_seed: bool = False,
-        strict: bool = True,
     ) -> Trainer:
         """Train.
 
@@ -568,18 +565,11 @@ class Trainer:
         Args:
             loaders: one loader, a list, or a mapping by name; see `TrainerConfig.loaders`.
             val_loaders: the same, for validation.
-            resume_from: the folder or URL of a run or checkpoint to continue; "auto" for the newest
+            resume_from: the folder of a run or checkpoint to continue; "auto" for the newest
                 unfinished run with the same configuration, or a new run if there is none.
             fork_from: the folder of a run or checkpoint from which a new run starts, with the
                 settings of this trainer where they differ.
-            per_sample_seed: seed the random numbers that a dataset uses for each sample, from the
-                run's seed, the epoch and the sample's index: a resumed run then has the same
-                augmentation also in workers.
-            strict: raise if the checkpoint to resume from does not fit, after listing all
-                differences; False loads what fits and lists the rest.
         """
-        check_flag("fit(…, per_sample_seed=…)", per_sample_seed)
-        check_flag("fit(…, strict=…)", strict)
         if resume_from is not None:
             resume_from = check_path("fit(…, resume_from=…)", resume_from, "a run or a checkpoint")
         if fork_from is not None:
@@ -596,12 +586,11 @@ class Trainer:
             for stream in (self.train_data, self.val_data if validates else None):
                 if stream is not None:
                     stream.check_restartable(self.max_epochs or 1)
-        self._seeds_samples = per_sample_seed
         settings = self.config.checkpoints
         requests = self.loop.requests = ControlRequests(settings.grace_seconds)
         with SignalWatch(requests, settings.signals):
             try:
-                self._begin(resume_from, fork_from, strict=strict)
+                self._begin(resume_from, fork_from)
                 if self.epoch_progress.sanity_due and self.val_data is not None:
                     self._validate_in_loop()
                 self.epoch_progress.sanity_due = False
@@ -621,7 +610,7 @@ class Trainer:
         """Train on the data that the trainer was made with."""
         return self.fit()
 
-    def _begin(self, resume_from: Any, fork_from: Any = None, *, strict: bool = True) -> None:
+    def _begin(self, resume_from: Any, fork_from: Any = None) -> None:
         config, loop, processes = self.config, self.loop, self.strategy.processes
         context = loop.context
         loop.phase = Phase.STARTING
@@ -630,7 +619,7 @@ class Trainer:
         context.restart()
         context.validated = {}
         self.token_count.restart()
-        self.position = DataPosition(fast_forward=config.fast_forward)
+        self.position = DataPosition()
         self.position.val_loaders = () if self.val_data is None else self.val_data.loaders
         loop.state.restored_position = self.stop_signal = None
         self.epoch_progress = EpochProgress(sanity_due=config.sanity)
@@ -652,24 +641,15 @@ class Trainer:
         if fork_from is not None:
             restored, parent = fork(self, fork_from)
         elif resume_from is not None:
-            restored, self.compared_settings = resume(self, identity, resume_from, strict=strict)
-        if self._seeds_samples:
-            self.position.per_sample_seed = config.seed or 0
+            restored, self.compared_settings = resume(self, identity, resume_from)
         started = processes.call_on_main(lambda: start_record(self, identity, restored, parent))
         run = loop.record.run
         context.run = RemoteRun(*started) if started and run is None else run
         loop.record.start_monitor(self.device, self.hooks, lambda: context.known("tokens_seen"))
-        if self.strategy.is_distributed and config.slow_rank_seconds is not None:
-            loop.ranks.watch_ranks(
-                lambda: (self.position.epoch, self.position.batches, processes.stage),
-                loop.record.event,
-                config.slow_rank_seconds,
-            )
         self._called_model = self.strategy.wrap(self.model)
         loop.ranks.begin()
         self._display.start(epochs=self.max_epochs, steps=config.max_steps, first_step=context.step)
         if run is not None:
-            run.call_when_lease_is_lost(loop.requests.wake)
             self._display.say(f"run {shorten_path(run.path)}")
         loop.phase = Phase.BETWEEN_STEPS
         self._watch_model()
@@ -797,7 +777,7 @@ class Trainer:
         model, compute_loss, accumulate = self._called_model, self._loss_computer, plan.accumulate
         strategy, autocasts, multi_loader = self.strategy, plan.autocasts, plan.multi_loader
         reads_at_once, tokens = plan.reads_at_once, self.token_count
-        processes, multi_rank = strategy.processes, strategy.is_distributed
+        multi_rank = strategy.is_distributed
         check_boundary = plan.validate_every is not None or multi_rank or strategy.has_trigger
         mean_loss, count_tokens = context.means.of("train/loss"), tokens.count_batch
         timed = phases.timed  # whether clocks are read in this batch
@@ -807,8 +787,6 @@ class Trainer:
             if timed:
                 phases.begin_batch()
             position.batches += 1
-            if multi_rank:
-                processes.stage = 0
             context.batch, context.batch_idx = batch, batch_idx
             context.dataloader_idx, context.dataloader_name = loader_idx, loader_name
             context.event_metrics = None
@@ -825,8 +803,6 @@ class Trainer:
                 strategy.begin_batch(completes_step=complete, sync=complete or length is None)
 
             # forward and loss; on_before_forward and on_after_forward come from the model's call
-            if multi_rank:
-                processes.stage = 1
             if autocasts:
                 with strategy.autocast():
                     loss, extra = compute_loss(model, batch)
@@ -842,8 +818,6 @@ class Trainer:
             if fire.on_before_backward is not None:
                 context.loss = loss
                 fire.on_before_backward(context)
-            if multi_rank:
-                processes.stage = 2
             if timed:
                 phases.lap("forward")
             strategy.backward(loss)
@@ -1057,8 +1031,6 @@ class Trainer:
     def _apply_requests(self) -> bool:
         """Apply the requests of all ranks on all ranks; return whether to stop."""
         loop = self.loop
-        if self.run is not None and self.run.lease_lost is not None:
-            raise RunError(f"{self.run.lease_lost} Training ends here.")
         if (reason := self.strategy.stop_reason()) is not None:
             self.stop(reason)
         agreed = loop.agree()
@@ -1240,7 +1212,6 @@ class Trainer:
             with AllowedInterrupts():  # it may wait for the other processes
                 summary = summarize_hooks(self)
         finally:
-            loop.ranks.stop_watching()
             reasons = [text for text in (self.stop_reason, loop.record.problem()) if text]
             self._display.end(context.status, summary, "; ".join(reasons))
             reason, error = loop.requests.stop_reason, context.exception

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hookline.updates.gradients import NamedParameters as NamedParameters
     from hookline.updates.stateful import EMAFilter as EMAFilter
     from hookline.updates.stateful import Noise as Noise
-    from hookline.updates.stateless import AGC as AGC
     from hookline.updates.stateless import Centralize as Centralize
     from hookline.updates.stateless import ClipNorm as ClipNorm
     from hookline.updates.stateless import ClipValue as ClipValue
@@ -28,7 +27,7 @@ _MODULES = {
     "gradients": ("Gradients", "NamedParameters"),
     "stateful": ("EMAFilter", "Noise"),
     "stateless": (
-        *("AGC", "Centralize", "ClipNorm", "ClipValue"),
+        *("Centralize", "ClipNorm", "ClipValue"),
         *("Identity", "Mask", "Scale", "SkipNonfinite"),
     ),
 }

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from pydantic import PositiveFloat
-from torch import Tensor
 
 from hookline.errors import LoopError
 from hookline.hook import UpdateHook
 from hookline.options import BuiltIn
-from hookline.tensors.norms import all_finite, global_norm, reduce_sum
-from hookline.tensors.parameter_names import match_parameters, parameters_by_name
-from hookline.tensors.sharded import is_sharded, local
+from hookline.tensors.norms import all_finite, global_norm
+from hookline.tensors.parameter_names import match_parameters
 from hookline.updates.gradients import require_dense
 
 _MAX_CACHED = 64  # optimizers times patterns; parameters may change during training
@@ -137,47 +135,6 @@ class ClipValue(BuiltIn, UpdateHook):
             torch._foreach_clamp_max_(tensors, self.max_value)
 
 
-class AGC(_PatternUpdate):
-    """Adaptive gradient clipping: limits the gradient norm of a unit relative to its weight norm.
-
-    A unit is a row of a matrix, a filter of a convolution, or a whole vector (Brock et al., 2021,
-    "High-performance large-scale image recognition without normalization").
-
-    Args:
-        clipping: the largest ratio of a unit's gradient norm to its weight norm.
-        eps: the smallest weight norm to assume, so that units at zero can change.
-        skip: parameters that are not clipped, such as those of the last layer: substrings of
-            names, globs or regular expressions.
-    """
-
-    cost = "Norms of gradients and weights for each unit, and one multiplication."
-
-    def __init__(
-        self,
-        clipping: PositiveFloat = 0.01,
-        eps: PositiveFloat = 1e-3,
-        skip: list[str] | None = None,
-    ) -> None:
-        self.clipping, self.eps, self.skip = clipping, eps, skip
-
-    def __call__(self, gradients: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
-        """Clip each unit."""
-        require_dense(gradients, self)
-        skipped = {id(gradient) for gradient in self._select(gradients, self.skip or [], model)}
-        weights = getattr(gradients, "parameters", None) or parameters_by_name(model)
-        pairs = [(weights[name], g) for name, g in gradients.items() if id(g) not in skipped]
-        if not pairs:
-            return
-        limits = _unit_norms([weight.detach() for weight, _ in pairs])
-        torch._foreach_clamp_min_(limits, self.eps)
-        torch._foreach_mul_(limits, self.clipping)
-        norms = _unit_norms([gradient for _, gradient in pairs])
-        torch._foreach_clamp_min_(norms, 1e-6)
-        torch._foreach_div_(limits, norms)
-        torch._foreach_clamp_max_(limits, 1.0)
-        torch._foreach_mul_([local(gradient) for _, gradient in pairs], limits)
-
-
 class Centralize(BuiltIn, UpdateHook):
     """Gradient centralization: subtracts the mean from the gradient of each unit.
 
@@ -216,47 +173,3 @@ class SkipNonfinite(BuiltIn, UpdateHook):
                 "a step. Use Hookline's trainer, or check the gradients in the loop."
             )
         skip(optimizer_idx, "non-finite gradients")
-
-
-# -- norms of units: the rows of a matrix, the filters of a convolution, a vector -----------------
-#
-# The units of a sharded tensor may be divided among ranks: a vector always is, a row if the tensor
-# is sharded along another dimension than the first.
-
-
-def _unit_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norms of the units that this rank has a part of, for each tensor.
-
-    Norms of divided units are reduced by one collective, which all ranks have to call.
-    """
-    norms = [_local_norms(local(tensor)) for tensor in tensors]
-    divided: dict[tuple[Any, ...], list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if groups := _groups_of_units(tensor):
-            divided.setdefault(groups, []).append(i)
-    for groups, positions in divided.items():
-        squares = torch.cat([norms[i].flatten() for i in positions]).square()
-        parts = reduce_sum(squares, groups).sqrt().split([norms[i].numel() for i in positions])
-        for i, part in zip(positions, parts, strict=True):
-            norms[i] = part.view(norms[i].shape)
-    return norms
-
-
-def _groups_of_units(tensor: Any) -> tuple[Any, ...]:
-    """Return the process groups among which the units of a tensor are divided."""
-    if not is_sharded(tensor):
-        return ()
-    mesh = tensor.device_mesh
-    return tuple(
-        mesh.get_group(dim)
-        for dim, place in enumerate(tensor.placements)
-        if mesh.size(dim) > 1
-        and not place.is_replicate()
-        and (tensor.ndim < 2 or not place.is_shard(0))
-    )
-
-
-def _local_norms(tensor: Tensor) -> Tensor:
-    dims = tuple(range(1, tensor.ndim)) or None
-    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
-    return norms

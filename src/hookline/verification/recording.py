@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,6 @@ _NOT_COMPARED = ("run", "disabled", "classes")  # keys of a trainer's state
 _POSITION = ("epoch", "batches", "now")  # keys of its position in the data
 _RANDOM = "position.now"
 _TRAINING = (_RANDOM, "model", "optimizers", "schedulers", "scaler", "step", "epoch", "round")
-_OF_HOOKS = ("hooks", "attributes")
 _ATOMS = (type(None), bool, int, str, bytes, torch.dtype, torch.device)
 
 
@@ -53,9 +52,7 @@ class Recording:
         first_step: completed steps when it began.
         last_step: the last step that has ended.
         facts: by step; calls of modules and gradients only if they are traced.
-        final: the state of the trainer and its model at the end, by dotted path, with the
-            attributes of users' hooks, apart from flags, which may say that it was resumed.
-        stateful_hooks: the hooks of users that have a `state_dict`.
+        final: the state of the trainer and its model at the end, by dotted path.
         checkpoint: where it was interrupted.
         error: the error that ended it.
     """
@@ -64,7 +61,6 @@ class Recording:
     last_step: int = 0
     facts: dict[int, list[Fact]] = field(default_factory=dict)
     final: dict[str, str] = field(default_factory=dict)
-    stateful_hooks: set[str] = field(default_factory=set)
     checkpoint: Path | None = None
     error: str | None = None
     exception: Exception | None = None
@@ -139,19 +135,9 @@ class RecordingHook(Hook):
         """Record the final state."""
         for handle in self._handles:
             handle.remove()
-        recording = self.recording
         state = {k: v for k, v in trainer.state_dict().items() if k not in _NOT_COMPARED}
         state["position"] = {name: state["position"].get(name) for name in _POSITION}
-        recording.final = _flatten_state({**state, "model": dict(_tensors_of(model))})
-        for name in trainer.hooks.list_hooks():
-            hook = trainer.hooks.get_hook(name)
-            if hook is not self and not type(hook).__module__.startswith("hookline."):
-                values = {k: v for k, v in vars(hook).items() if not isinstance(v, bool)}
-                for path, value in _flatten_state(values, plain_only=True).items():
-                    if path:
-                        recording.final[f"attributes.{name}.{path}"] = value
-                if name in state["hooks"]:
-                    recording.stateful_hooks.add(name)
+        self.recording.final = _flatten_state({**state, "model": dict(_tensors_of(model))})
 
     def _add(self, kind: str, name: str, value: Any) -> None:
         self.recording.facts.setdefault(self._step, []).append(Fact(kind, name, value))
@@ -231,34 +217,10 @@ def _describe_fact(step: int, fact: Fact, other: Fact) -> str:
     return f"the {fact.kind} '{fact.name}' differs in step {step}"
 
 
-def find_unstable_paths(a: Recording, b: Recording) -> frozenset[str]:
-    """Return what differs between hooks of two runs that did the same, such as measured times."""
-    return frozenset(_differing_paths(a, b, _OF_HOOKS))
-
-
-def find_hook_differences(
-    a: Recording, b: Recording, ignored: Collection[str]
-) -> tuple[dict[str, list[str]], set[str]]:
-    """Return which values of hooks differ at the end.
-
-    Returns:
-        Values in the states and attributes of hooks, by hook; and the users' hooks without a
-        `state_dict` whose attributes differ, which start anew when a run is resumed.
-    """
-    found: dict[str, list[str]] = {}
-    reset: set[str] = set()
-    for path in _differing_paths(a, b, _OF_HOOKS):
-        section, name, *rest = path.split(".", 2)
-        if path in ignored:
-            continue
-        if section == "hooks":
-            inner = f"['{rest[0]}']" if rest else ""
-            found.setdefault(name, []).append(f"state_dict(){inner}")
-        elif name in a.stateful_hooks & b.stateful_hooks:
-            found.setdefault(name, []).append(rest[0])
-        elif name not in a.stateful_hooks | b.stateful_hooks:
-            reset.add(name)
-    return found, reset
+def find_hook_differences(a: Recording, b: Recording) -> list[str]:
+    """Return which values in the states of hooks differ at the end, by dotted path."""
+    paths = _differing_paths(a, b, ("hooks",))
+    return [path.removeprefix("hooks.") for path in paths]
 
 
 def _differing_paths(a: Recording, b: Recording, sections: tuple[str, ...]) -> list[str]:
@@ -290,15 +252,12 @@ def _digest_value(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(repr(_flatten_state(value)).encode())  # `repr` escapes
 
 
-def _flatten_state(value: Any, *, plain_only: bool = False) -> dict[str, str]:
-    """Return a nested value as text by dotted path: numbers in full, tensors as digests.
-
-    With `plain_only`, other objects are omitted, instead of including the tensors in them.
-    """
-    return dict(_flatten(value, "", plain_only, depth=0))
+def _flatten_state(value: Any) -> dict[str, str]:
+    """Return a nested value as text by dotted path: numbers in full, tensors as digests."""
+    return dict(_flatten(value, "", depth=0))
 
 
-def _flatten(value: Any, name: str, plain_only: bool, depth: int) -> Iterator[tuple[str, str]]:
+def _flatten(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
     prefix = f"{name}." if name else ""
     if isinstance(value, Tensor):
         yield name, _digest_tensor(value)
@@ -311,14 +270,14 @@ def _flatten(value: Any, name: str, plain_only: bool, depth: int) -> Iterator[tu
     elif isinstance(value, Mapping) and depth < 20:
         yield name, f"{len(value)} keys"
         for key, inner in list(value.items()):
-            yield from _flatten(inner, f"{prefix}{key}", plain_only, depth + 1)
+            yield from _flatten(inner, f"{prefix}{key}", depth + 1)
     elif isinstance(value, list | tuple | deque) and depth < 20:
         yield name, f"{len(value)} items"
         for i, inner in enumerate(list(value)):
-            yield from _flatten(inner, f"{prefix}{i}", plain_only, depth + 1)
+            yield from _flatten(inner, f"{prefix}{i}", depth + 1)
     elif hasattr(value, "__array__") and hasattr(value, "dtype"):
         array: Any = value  # of numpy
         yield name, f"{array.dtype}{list(array.shape)} {xxhash.xxh3_64_hexdigest(array.tobytes())}"
-    elif not plain_only:
+    else:
         for inner_name, tensor in named_tensors(value, name):
             yield inner_name, _digest_tensor(tensor)

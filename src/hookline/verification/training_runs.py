@@ -7,7 +7,7 @@ import gc
 import io
 import logging
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,8 @@ class TrainingRuns:
         make_trainer: Callable[[], Any],
         folder: Path,
         watch: Watch | None,
-        fit_options: Mapping[str, Any],
     ) -> None:
         self._make_trainer = make_trainer
-        self._fit_options = fit_options
         self._folder = folder
         self._watch = watch
         self._seed = 0
@@ -80,7 +78,7 @@ class TrainingRuns:
                 trainer.remove_hook(name)
             trainer.add_hook(recorder, name=_RECORDING)
             try:
-                trainer.fit(resume_from=resume_from, **self._fit_options)
+                trainer.fit(resume_from=resume_from)
             except Interruption:
                 pass
             except Exception as error:  # it may be what is looked for

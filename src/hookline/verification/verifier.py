@@ -21,7 +21,6 @@ from hookline.verification.recording import (
     Recording,
     compare,
     find_hook_differences,
-    find_unstable_paths,
 )
 from hookline.verification.training_runs import TrainingRuns, Watch
 
@@ -107,8 +106,6 @@ def verify(
     steps: int | None = None,
     *,
     watch: Watch | None = None,
-    per_sample_seed: bool = False,
-    strict: bool = True,
 ) -> Report:
     """Check that a training run is reproducible, resumes exactly, and that hooks only observe.
 
@@ -126,8 +123,6 @@ def verify(
         steps: How many steps to train; by default one and a half epochs if an epoch has at most 40
             steps, else 20.
         watch: Called with what is being checked, the step, and the number of steps.
-        per_sample_seed: As in `Trainer.fit`.
-        strict: As in `Trainer.fit`.
     """
     if isinstance(make_trainer, type):
         raise ArgumentError("verify(make_trainer) takes a function that returns a trainer.")
@@ -140,9 +135,8 @@ def verify(
             raise ConfigError(
                 f"steps is {show_value(steps)}; expected 2 or more, to resume in between."
             )
-    options = {"per_sample_seed": per_sample_seed, "strict": strict}
     with tempfile.TemporaryDirectory(prefix="hookline-verify-") as folder:
-        runs = TrainingRuns(make_trainer, Path(folder), watch, options)
+        runs = TrainingRuns(make_trainer, Path(folder), watch)
         return _Verification(runs, steps or _choose_steps(runs)).report()
 
 
@@ -156,7 +150,6 @@ def _choose_steps(runs: TrainingRuns) -> int:
 class _Verification:
     def __init__(self, runs: TrainingRuns, steps: int) -> None:
         self._runs, self._steps = runs, steps
-        self._reset_hooks: set[str] = set()
 
     def _resume_steps(self, last: int) -> list[int]:
         """Return a step within the first epoch, its last one, and one within the second."""
@@ -181,7 +174,7 @@ class _Verification:
             )
         second = self._runs.run(_SEED, self._steps)
         checks = [self._check_seed(first, second)]
-        unstable = find_unstable_paths(first, second)
+        unstable = find_hook_differences(first, second)  # such as measured times
         resumed = self._resume_steps(first.last_step)
         if checks[0].result == "ok":
             checks += [self._check_resume(first, step, unstable) for step in resumed]
@@ -207,7 +200,7 @@ class _Verification:
 
         return Check(_SEED, "failed", compared, difference.text, self._find(difference, pair))
 
-    def _check_resume(self, first: Recording, step: int, unstable: frozenset[str]) -> Check:
+    def _check_resume(self, first: Recording, step: int, unstable: list[str]) -> Check:
         name = f"{_RESUME} {step}"
         if step == self._runs.epoch_steps:
             name += ", the end of an epoch"
@@ -215,14 +208,16 @@ class _Verification:
         compared = _describe_steps(resumed, step)
         difference = compare(first, resumed)
         if difference is None:
-            found, reset = find_hook_differences(first, resumed, unstable)
-            self._reset_hooks |= reset
-            if not found:
-                return Check(name, "ok", compared)
+            found: dict[str, str] = {}
+            for path in find_hook_differences(first, resumed):
+                if path not in unstable:
+                    found.setdefault(path.partition(".")[0], path)
             culprits = [
-                Culprit("hook", hook, f"after resuming, {listed(paths[:3])} differs")
-                for hook, paths in found.items()
+                Culprit("hook", hook, f"after resuming, '{path}' of its state differs")
+                for hook, path in found.items()
             ]
+            if not culprits:
+                return Check(name, "ok", compared)
             return Check(name, "failed", compared, "the states of hooks differ", tuple(culprits))
         last = difference.step or self._steps
 
@@ -283,7 +278,7 @@ class _Verification:
                 return tuple(found)
         return (_find_in_model(compare(*pair((), True))),)
 
-    def _notes(self, last: int, unstable: frozenset[str]) -> list[str]:
+    def _notes(self, last: int, unstable: list[str]) -> list[str]:
         runs = self._runs
         notes = [
             "compared bit for bit: batches, losses, weights, buffers, optimizers, schedulers and "
@@ -301,11 +296,8 @@ class _Verification:
             text = "not run, because they send messages or write to a place of their own: "
             notes.append(text + listed(runs.not_run))
         if unstable:
-            text = "not compared, because it differs between two equal runs: "
-            notes.append(text + listed(sorted(unstable)[:5]))
-        if self._reset_hooks:
-            text = "these hooks have no state_dict, and start anew when a run is resumed: "
-            notes.append(text + listed(sorted(self._reset_hooks)))
+            text = "not compared, because it differs between two equal runs: states of the hooks "
+            notes.append(text + listed(unstable[:5]))
         return notes
 
 

@@ -218,14 +218,3 @@ class Stream(IterableDataset[Any]):
 def test_a_stream_that_each_worker_reads_is_found(is_split: bool) -> None:
     found = train(DataLoader(Stream(is_split), batch_size=8, num_workers=2), 1)
     assert set(found) == (set() if is_split else {"stream-repeated-by-workers"})
-
-
-@pytest.mark.parametrize("case", ["equal", "constant", "different"])
-def test_batches_of_equal_samples_are_found(case: str) -> None:
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        x = x[:1].repeat(8, 1) if case == "equal" else x
-        return (torch.ones(8, 4) if case == "constant" else x), torch.arange(8) % 2
-
-    found = train([batch(step) for step in range(8)], 1)
-    assert ("samples-are-equal" in found) == (case == "equal")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lint_loops import assert_none_failed, lint_steps
-from loops import fit
+from lint_loops import assert_none_failed
 from torch import nn
 from torch.nn import functional as F
 
@@ -93,25 +92,3 @@ def test_different_tasks_in_turn_are_not_found():
                 F.cross_entropy(model[i](x), y).backward()
             optimizer.step()
     assert not lint.findings
-
-
-def test_two_losses_of_one_step_are_not_micro_batches():
-    model = nn.Linear(8, 3)
-
-    def loss_of(step):
-        first, second = batch(step, 20, 4), batch(step + 50, 5, 19)
-        return sum(F.cross_entropy(model(x), y) for x, y in (first, second))
-
-    assert not lint_steps(model, loss_of)
-
-
-def test_micro_batches_are_looked_at_in_the_trainer():
-    lint = hookline.Lint()
-    model = nn.Linear(8, 3)
-    data = [batch(i, count, 24 - count) for i, count in enumerate(COUNTS)]
-
-    def step_fn(model, batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    fit(lint, model=model, data=data, step_fn=step_fn, accumulate=2)
-    assert [finding.check for finding in lint.findings] == ["mean-of-means"]

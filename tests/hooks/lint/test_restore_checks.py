@@ -126,7 +126,7 @@ def average(kind: str) -> dict[str, Finding]:
     [
         ("sign", "average-moves-away", "moves away"),
         ("exchanged", "average-moves-away", "0.99"),
-        ("alias", "average-is-alias", "same memory"),
+        ("alias", "average-moves-away", "same memory"),
     ],
 )
 def test_a_wrong_average_is_found(kind: str, check: str, text: str) -> None:
@@ -253,17 +253,6 @@ def test_a_state_that_is_a_reference_is_found(is_copied: bool) -> None:
     assert lint_loaded(load, at=2) == (set() if is_copied else {"state-is-reference"})
 
 
-@pytest.mark.parametrize("is_replaced", [True, False])
-def test_weights_that_are_initialised_after_loading_are_found(is_replaced: bool) -> None:
-    def load(model: nn.Module, optimizer: Any) -> None:
-        model.load_state_dict(layers(1).state_dict())
-        for parameter in model.parameters() if is_replaced else ():
-            nn.init.normal_(parameter)
-
-    expected = {"weights-replaced-after-loading"} if is_replaced else set()
-    assert lint_loaded(load) == expected
-
-
 @pytest.mark.parametrize("case", ["higher", "set again", "lower"])
 def test_a_learning_rate_that_a_checkpoint_brings_back_is_found(case: str) -> None:
     other = layers()
@@ -303,22 +292,3 @@ def test_a_counter_that_is_averaged_is_found(use_buffers: bool) -> None:
             optimizer.step()
             average.update_parameters(model)
     assert len(hook.findings) == use_buffers
-
-
-def test_weights_that_are_assigned_while_training_are_no_reference() -> None:
-    model = layers()
-
-    def assign(step: int) -> None:
-        if step == 2:
-            own = {name: value.clone() for name, value in model.state_dict().items()}
-            model.load_state_dict(own, assign=True)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    lint = hookline.Lint(only=["state-is-reference"])
-    with hookline.attach(model, optimizer, hooks=[lint]):
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            assign(step)
-    assert lint.findings == []

@@ -32,7 +32,7 @@ class SavingHook(BuiltIn):
 
     A save that is requested in an event happens at the next step boundary, and `on_checkpoint_save`
     comes at a later one, when the checkpoint is durable. Only then is the retention updated. If the
-    save failed or was replaced, `checkpoint_failed` is called instead.
+    save failed, `checkpoint_failed` is called instead.
 
     A hook that is added in the middle of a run manages the checkpoints that it saves itself.
 

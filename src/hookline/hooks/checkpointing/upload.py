@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 from hookline.arguments import user_path
 from hookline.checkpoint.atomic_files import TEMPORARY, hash_file, hash_stream, sync
 from hookline.checkpoint.catalog import read_manifest
-from hookline.checkpoint.remote import import_fsspec
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, ConfigError
 from hookline.files import is_plain_name, open_regular_file
 from hookline.hook import HookGroup
 from hookline.hooks.background_worker import BackgroundWorker
@@ -213,8 +213,16 @@ class Destination:
         self._import_fsspec()
 
     def _import_fsspec(self) -> Any:
+        """Return the module fsspec, if it supports the URL's protocol."""
         url = "file://" if self._is_local else self._address
-        return import_fsspec(url, "Checkpoints cannot be copied to")
+        try:
+            fsspec: Any = import_module("fsspec")  # here, because few training runs need it
+            fsspec.get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
+        except (ImportError, ValueError) as error:
+            is_missing = getattr(error, "name", None) == "fsspec"
+            why = "this needs fsspec: pip install fsspec" if is_missing else str(error)
+            raise ConfigError(f"Checkpoints cannot be copied to {url}: {why}.") from error
+        return fsspec
 
     def upload(self, bundle: Bundle, under: str, is_stopped: Callable[[], bool]) -> str:
         """Copy under a temporary name, verify, and move file by file, the manifest last."""

@@ -53,6 +53,12 @@ class _Average:
                 found.append((name, tensors[key], parameter))
         return found[:_MAX_PAIRS]
 
+    def sampled(self, view: TrainingView) -> tuple[Tensor, Tensor]:
+        """Return some elements of the average, and the same ones of the parameters."""
+        pairs = [(view.sample(a).double(), view.sample(p).double()) for _, a, p in self.pairs]
+        averages, parameters = zip(*pairs, strict=True)
+        return torch.cat(averages), torch.cat(parameters)
+
 
 class _AverageCheck(Check):
     def setup(self) -> None:
@@ -67,11 +73,10 @@ class _AverageCheck(Check):
 
 
 class AverageMovesAway(_AverageCheck):
-    """An average of the weights does not move toward them, or is nearly a copy of them.
+    """An average of the weights does not move toward them, or is a copy of them.
 
-    An exponential average takes a small part of the way to the weights in each step. With the sign
-    exchanged it moves away from them; with the two factors exchanged it takes nearly the whole way,
-    and averages nothing.
+    An exponential average takes a small part of the way to the weights in each step. With the two
+    factors exchanged it takes nearly the whole way; `p.data` without `clone` is the weight itself.
 
     Bug:
         ema.mul_(1 - decay).add_(weight, alpha=decay)  # decay = 0.999
@@ -82,8 +87,11 @@ class AverageMovesAway(_AverageCheck):
     @in_due_steps
     def on_step_end(self) -> None:
         for average in self._find_averages():
-            now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-            weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
+            shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
+            if shared:
+                self.find(average.name, f"'{shared[0]}' and its average are the same memory.")
+                return
+            now, weights = average.sampled(self.view)
             is_same = average.before is not None and average.before.shape == now.shape
             if average.before is not None and average.weights is not None and is_same:
                 moved = now - average.before
@@ -145,17 +153,14 @@ class AverageRestartsAfterLoading(_AverageCheck):
     def on_step_after_loading(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1 and self._has_loaded and not self._start:
             for average in search_averages(self.view):
-                values = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-                weights = _sample(self.view, [parameter for _, _, parameter in average.pairs])
-                self._start.append((average, values, weights))
+                self._start.append((average, *average.sampled(self.view)))
 
     @in_due_steps
     def on_step_end(self) -> None:
         if self.view.steps_seen != 2:
             return
         for average, before, old in self._start:
-            now = _sample(self.view, [tensor for _, tensor, _ in average.pairs])
-            weights = average.weights
+            now, weights = average.sampled(self.view)[0], average.weights
             if weights is None or now.shape != before.shape:
                 continue
             moved, way = now - before, weights - before
@@ -167,7 +172,7 @@ class AverageRestartsAfterLoading(_AverageCheck):
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         if self.view.steps_seen == 1:
             for average, _, _ in self._start:
-                average.weights = _sample(self.view, [p for _, _, p in average.pairs])
+                average.weights = average.sampled(self.view)[1]
 
     def _judge(self, numbers: list[float], average: _Average) -> None:
         product, square, moved, step = numbers
@@ -182,23 +187,6 @@ class AverageRestartsAfterLoading(_AverageCheck):
                 f"The first update after a state was loaded moved the average {part:.3g} of the "
                 "way to the weights: what was averaged before is lost.",
             )
-
-
-class AverageIsAlias(_AverageCheck):
-    """An average has the same memory as the weights, so it is always equal to them.
-
-    Bug:
-        self.shadow = {name: p.data for name, p in model.named_parameters()}
-    Fix: Copy the weights: `p.detach().clone()`.
-    Ignore: Never: such an average is the weights themselves.
-    """
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        for average in self._find_averages():
-            shared = [n for n, a, p in average.pairs if a.data_ptr() == p.data_ptr() != 0]
-            if shared:
-                self.find(average.name, f"'{shared[0]}' and its average are the same memory.")
 
 
 class AverageOfCounters(_AverageCheck):
@@ -241,10 +229,6 @@ class AverageOfCounters(_AverageCheck):
     def setup(self) -> None:
         super().setup()
         self._seen: dict[str, set[float]] = {}
-
-
-def _sample(view: TrainingView, tensors: list[Tensor]) -> Tensor:
-    return torch.cat([view.sample(tensor).double() for tensor in tensors])
 
 
 def search_averages(view: TrainingView) -> list[_Average]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
 from hookline.hooks.lint.finding import Check, in_due_steps
-from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
+from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall
 from hookline.tensors.nested import tensors_in
 
 _KEPT_BATCHES = 4  # whose indices are compared from epoch to epoch
@@ -22,7 +22,6 @@ _MIN_SAMPLES = 12  # fewer have the same random order too often
 _MANY_STARTS = 3
 _MANY_SKIPS = 2
 _MANY_LABELS = 8
-_MANY_SAMPLES = 5
 
 
 @dataclass(eq=False)
@@ -237,16 +236,12 @@ class BatchesSkippedInEveryEpoch(_LoaderCheck):
 class WorkersShareRandomNumbers(Check):
     """The workers of a loader draw the same random numbers.
 
-    Each worker gets a copy of the dataset. A generator that the dataset has is copied with its
-    state, so all workers draw the same numbers, and draw them again in each epoch. torch seeds only
-    the global generators of torch, Python and NumPy per worker.
+    Each worker gets a copy of the dataset, with the state of its generators. torch seeds only the
+    global generators of torch, Python and NumPy per worker.
 
     Bug:
-        class Noisy(Dataset):
-            def __init__(self):
-                self.rng = np.random.default_rng(0)
-            def __getitem__(self, i):
-                return self.data[i] + self.rng.normal()
+        self.rng = np.random.default_rng(0)  # in the dataset's __init__
+        return self.data[i] + self.rng.normal()  # in __getitem__
     Fix: Make the generator in each worker: in `worker_init_fn`, or at its first use, seeded with
         `torch.initial_seed()`.
     Ignore: When the numbers do not matter.
@@ -271,10 +266,8 @@ class StreamRepeatedByWorkers(Check):
     Every worker gets a copy of an `IterableDataset`, and iterates over all of it.
 
     Bug:
-        class Stream(IterableDataset):
-            def __iter__(self):
-                yield from read(self.path)
-        DataLoader(Stream(), num_workers=2)
+        yield from read(self.path)  # in __iter__ of an IterableDataset
+        DataLoader(stream, num_workers=2)
     Fix: Let each worker read its part, by `torch.utils.data.get_worker_info()`.
     Ignore: When workers draw random records, and equal ones come by chance.
     """
@@ -305,43 +298,6 @@ class StreamRepeatedByWorkers(Check):
                 _describe(loader),
                 f"Its {loader.num_workers} workers have delivered equal batches, one after the "
                 "other, twice.",
-            )
-
-
-class SamplesAreEqual(Check):
-    """All samples of a batch are the same, in each step.
-
-    A memory keeps references to an array that is written again and again, or an index is wrong.
-
-    Bug:
-        memory.append(observation)  # the simulator writes the next one into the same array
-    Fix: Keep copies: `memory.append(observation.copy())`.
-    Ignore: When the model gets a constant on purpose.
-    """
-
-    severity = "warning"
-
-    def setup(self) -> None:
-        self._before: Tensor | None = None  # the first sample of the step before
-
-    def on_module_call(self, call: ModuleCall) -> None:
-        if not call.has_gradients or call.module not in self.view.models:
-            return
-        x = next(tensors_in((call.args, call.kwargs)), None)
-        if x is None or x.ndim != 2 or len(x) < _MANY_LABELS or not x.is_floating_point():
-            return
-        first = x[0].detach().clone()
-        if self._before is not None and self._before.shape == first.shape:
-            is_equal = (x.detach() == first).all(0) & (first != 0) & (first != self._before)
-            self.read([is_equal.sum()], self._judge, len(x), len(first))
-        self._before = first
-
-    def _judge(self, numbers: list[float], samples: int, features: int) -> None:
-        if self.in_a_row(numbers[0] > max(1, features / 2)) >= _MANY_SAMPLES:
-            self.find(
-                "the batches",
-                f"In {_MANY_SAMPLES} steps in a row, {numbers[0]:.0f} of {features} input features "
-                f"were the same in all {samples} samples of a batch, and others in each step.",
             )
 
 

@@ -75,7 +75,7 @@ class Check:
         rule: the number of its rule, set by the catalogue.
         severity: of its findings.
         is_active: whether it calls the model again.
-        ends: whether it looks at nothing any more after its first finding.
+        needs_ranks: whether it compares processes.
         view: where training stands.
     """
 
@@ -83,7 +83,7 @@ class Check:
     rule: ClassVar[int]
     severity: ClassVar[Severity] = "error"
     is_active: ClassVar[bool] = False
-    ends: ClassVar[bool] = True
+    needs_ranks: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -171,16 +171,13 @@ POINTS = {
     "on_step_after_loading": "the same, in the ten steps after a state was loaded (optimizer)",
     "on_after_optimizer_step": "the optimizer has stepped (optimizer)",
     "on_step_sampled": "the optimizer has stepped, in a due step (optimizer, StepSamples)",
-    "on_step_skipped": "the optimizer did not step (optimizer)",
     "on_scheduler_step": "a learning rate scheduler was stepped (scheduler)",
     "on_optimizer_made": "an optimizer of torch was constructed (optimizer)",
     "on_state_loaded": "load_state_dict of a module, optimizer or scheduler (object, state)",
-    "on_weights_loaded": "load_state_dict of a module (WeightsLoaded)",
+    "on_weights_loaded": "the same of a module (module, state, result, whether it was assigned)",
     "on_ties_emptied": "to_empty was called of a module with ties (pairs of places)",
     "on_file_loaded": "torch.load has returned (the object)",
     "on_step_end": "the step is done; what was read is judged after this",
-    "on_validation_start": "validation begins, where the loop says so",
-    "on_validation_end": "validation is done",
     "on_checkpoint_load": "Hookline has restored a checkpoint",
     "on_repeat": "of active checks, once in an early step: call the model again (RepeatableCall)",
     "on_train_end": "training has ended",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,8 +24,6 @@ _STEPS_IN_A_ROW = 2
 _MAX_PARAMETERS = 4  # of an optimizer, where a few tell enough
 _MAX_NODES = 2000  # of a graph
 _MARK = "hookline_step"
-_MAX_LOOKS = 32  # at a gradient that is clipped, in a step
-_SHRUNK = 0.999
 
 
 class GradientsNotZeroed(Check):
@@ -111,12 +110,10 @@ class GradientsZeroedBeforeStep(Check):
         self._compare(optimizer)
 
     def _compare(self, optimizer: Any) -> None:
-        rows = self._sums.pop(id(optimizer), None)
-        if rows and any(parameter.grad is not None for parameter, _ in rows):
-            now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
+        rows = self._sums.pop(id(optimizer), [])
+        now = [_sum(self.view, p.grad) for p, _ in rows if p.grad is not None]
+        if rows:
             self.read([*(each for _, each in rows), *now], self._judge, optimizer, len(rows))
-        elif rows:
-            self.read([each for _, each in rows], self._judge, optimizer, len(rows))
 
     def _judge(self, numbers: list[float], optimizer: Any, count: int) -> None:
         # A gradient that is not finite is zeroed on purpose.
@@ -145,9 +142,8 @@ class ClipWithoutEffect(Check):
     """
 
     def setup(self) -> None:
-        self._stepped: set[int] = set()  # without a backward since then
-        self._late: dict[int, str] = {}  # clipped in vain, since the last step
-        self._in_time: set[int] = set()
+        self._stepped: set[int] = set()  # optimizers, without a backward since then
+        self._clips: dict[int, list[str]] = {}  # by optimizer: why each was in vain, or ""
 
     @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
@@ -155,29 +151,22 @@ class ClipWithoutEffect(Check):
 
     @in_due_steps
     def on_clip_call(self, call: ClipCall) -> None:
-        if not _limits(call):
-            return
         has_gradients = any(tensor.grad is not None for tensor in call.tensors)
-        for optimizer in _optimizers_of(self.view, call):
-            key = id(optimizer)
+        for key in map(id, _optimizers_of(self.view, call) if _limits(call) else ()):
+            why = "after the step" if key in self._stepped else ""
             if not has_gradients:
-                self._late[key] = "before backward, when there were no gradients"
-            elif key in self._stepped:
-                self._late[key] = "after the step"
-            else:
-                self._in_time.add(key)
+                why = "before backward, when there were no gradients"
+            self._clips.setdefault(key, []).append(why)
 
     @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        key = id(optimizer)
-        when, was_in_time = self._late.pop(key, None), key in self._in_time
-        self._in_time.discard(key)
-        count = self.in_a_row(when and not was_in_time, key)
+        clips = self._clips.pop(id(optimizer), [])
+        count = self.in_a_row(clips and all(clips), id(optimizer))
         if count >= _STEPS_IN_A_ROW:
             self.find(
                 type(optimizer).__name__,
-                f"The gradients were clipped {when}, in {count} steps in a row, and not between "
-                "backward and step.",
+                f"The gradients were clipped {clips[-1]}, in {count} steps in a row, and not "
+                "between backward and step.",
             )
 
     @in_due_steps
@@ -237,88 +226,6 @@ class ClippedWhileScaled(Check):
             )
 
 
-class ClippedWhileAccumulating(Check):
-    """Gradients are clipped after each micro-batch, while their sum is not complete.
-
-    What the first micro-batches have added is shrunk again and again, so that the last ones count
-    most: the gradient has another direction than that of the whole batch.
-
-    Bug:
-        for micro in step:
-            (loss_fn(model(micro.x), micro.y) / len(step)).backward()
-            clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    Fix: Clip once, between the last backward and the step.
-    Ignore: When the running sum is meant to be limited.
-    """
-
-    severity = "warning"
-
-    def setup(self) -> None:
-        self._chosen: dict[Any, Tensor] = {}  # by clip: the parameter that is looked at
-        self._seen: dict[Any, list[tuple[str, Tensor]]] = {}  # by clip: sums of its gradient
-
-    @in_due_steps
-    def on_before_backward(self, loss: Any) -> None:
-        self._look("start")
-
-    @in_due_steps
-    def on_after_backward(self) -> None:
-        self._look("end")
-
-    @in_due_steps
-    def on_clip_call(self, call: ClipCall) -> None:
-        """Look at a gradient of these parameters, if they are clipped in the same way again."""
-        if not _limits(call):
-            return
-        limit = call.max_norm if isinstance(call.max_norm, float | int) else None
-        key = call.function, limit, frozenset(map(id, call.tensors))
-        if key not in self._chosen and len(self._chosen) < _MAX_PARAMETERS:
-            parameter = _smallest(p for p in call.tensors if _is_dense(p.grad))
-            if parameter is not None:
-                self._chosen[key] = parameter
-        self._look("clip", key)
-
-    def _look(self, when: str, clip: Any = None) -> None:
-        for key, parameter in self._chosen.items():
-            seen = self._seen.setdefault(key, [])
-            if parameter.grad is None:
-                seen.clear()
-            elif clip in (None, key) and len(seen) < _MAX_LOOKS:
-                seen.append((when, _sum(self.view, parameter.grad)))
-
-    @in_due_steps
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if not self._seen:
-            return
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for key, parameter in self._chosen.items():
-            if id(parameter) in own:
-                seen = self._seen.pop(key, [])
-                when, sums = [each for each, _ in seen], [each for _, each in seen]
-                if when.count("clip") > 1:
-                    self.read(sums, self._judge, when, key, type(optimizer).__name__)
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        self._seen.clear()
-
-    def _judge(self, sums: list[float], when: list[str], key: Any, name: str) -> None:
-        """Count how often a clipped sum got more from backward, and was clipped once more."""
-        count = 0
-        for i in range(len(when) - 4):
-            before, clipped, kept, after, _ = sums[i : i + 5]
-            is_pattern = when[i : i + 5] == ["end", "clip", "start", "end", "clip"]
-            is_kept = clipped == kept != after
-            count += is_pattern and is_kept and 0 < clipped < _SHRUNK * before
-        if self.in_a_row(count, key) >= _STEPS_IN_A_ROW:
-            self.find(
-                name,
-                f"In a step, backward added to clipped gradients, which were then clipped again "
-                f"({count} times), in {_STEPS_IN_A_ROW} steps in a row.",
-            )
-
-
 def _stage(scaler: Any, optimizer: Any) -> Any:
     states = getattr(scaler, "_per_optimizer_states", {})
     state = states.get(id(optimizer))
@@ -337,13 +244,15 @@ class ClipDiffersOverRanks(Check):
     Ignore: Never.
     """
 
+    needs_ranks = True
+
     def setup(self) -> None:
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._name = ""
 
     @in_due_steps
     def on_after_backward(self) -> None:
-        for optimizer in self.view.optimizers if self.view.ranks > 1 else ():
+        for optimizer in self.view.optimizers:
             parameter = _small_matrix(optimizer)
             if parameter is not None and _is_shared(self.view, parameter):
                 self._before[id(optimizer)] = parameter, _sum(self.view, parameter.grad)
@@ -385,16 +294,11 @@ def _is_shared(view: TrainingView, parameter: Tensor) -> bool:
 class SchedulerStepsTooOften(Check):
     """A learning rate scheduler is stepped several times per optimizer step.
 
-    The schedule ends so many times too early: it is stepped once per micro-batch or process, while
-    it was made for optimizer steps. A schedule whose length is a multiple of the loader's length
-    is taken to count batches.
+    The schedule ends so many times too early: it is stepped once per micro-batch, while it was made
+    for optimizer steps. If its length is a multiple of the loader's, it is taken to count batches.
 
     Bug:
-        for i, (x, y) in enumerate(loader):
-            (loss_fn(model(x), y) / 4).backward()
-            if i % 4 == 3:
-                optimizer.step()
-                optimizer.zero_grad()
+        for i, batch in enumerate(loader):  # the optimizer is stepped in each fourth
             scheduler.step()
     Fix: Step the scheduler where the optimizer is stepped.
     Ignore: When the schedule counts micro-batches.
@@ -403,55 +307,44 @@ class SchedulerStepsTooOften(Check):
     severity = "warning"
 
     def setup(self) -> None:
-        self._steps: dict[int, tuple[Any, int]] = {}  # schedulers, stepped since the last step
-        self._stepped_counts: dict[int, list[int]] = {}
-        self._batches: int | None = None
+        self._stepped: dict[Any, int] = {}  # by scheduler: steps since the optimizer's latest one
+        self._before: dict[Any, int] = {}  # the same, between the two optimizer steps before
+        self._batches = 0
 
     def on_loader_start(self, loader: Any, iterator: Any) -> None:
-        if self._batches is None:
-            try:
-                self._batches = len(loader)
-            except TypeError:  # an IterableDataset
-                self._batches = 0
+        with suppress(TypeError):  # an IterableDataset has no length
+            self._batches = self._batches or len(loader)
 
     @in_due_steps
     def on_scheduler_step(self, scheduler: Any) -> None:
         """Count; the constructor makes a first step."""
         is_absolute = isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts)
         if getattr(scheduler, "_step_count", 0) > 1 and not is_absolute:
-            count = self._steps.get(id(scheduler), (scheduler, 0))[1]
-            self._steps[id(scheduler)] = scheduler, count + 1
+            self._stepped[scheduler] = self._stepped.get(scheduler, 0) + 1
 
     @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        steps, self._steps = self._steps, {}
+        stepped, self._stepped = self._stepped, {}
         if len(self.view.optimizers) != 1 or self.view.steps_seen < 3:
             return
-        for key, (scheduler, count) in steps.items():
-            counts = self._stepped_counts.setdefault(key, [])
-            counts.append(count)
-            recent = counts[-2 * _STEPS_IN_A_ROW :]
-            is_regular = len(recent) == 2 * _STEPS_IN_A_ROW and len(set(recent)) == 1
-            if is_regular and count > 1 and not self._is_meant(scheduler, count):
-                self._report_count(type(scheduler).__name__, count)
-                return
-        for key in self._stepped_counts.keys() - steps.keys():
-            del self._stepped_counts[key]
+        before, self._before = self._before, stepped
+        for scheduler in {*before, *stepped}:
+            count = stepped.get(scheduler, 0)
+            is_often = count > 1 and count == before.get(scheduler)
+            times = self.in_a_row(is_often, id(scheduler)) + 1
+            if times >= 2 * _STEPS_IN_A_ROW and not self._is_meant(scheduler, count):
+                name = type(scheduler).__name__
+                self.find(
+                    name,
+                    f"{name} was stepped {count} times between two optimizer steps, {times} times "
+                    f"in a row, so its schedule passes {count} times as fast.",
+                )
 
     def _is_meant(self, scheduler: Any, count: int) -> bool:
-        """Return whether the schedule is made for as many steps as it is stepped."""
+        """Return whether the schedule counts batches, or Accelerate steps it once per process."""
+        is_per_process = "accelerate" in sys.modules and count == self.view.ranks
         length = _length_of(scheduler)
-        if "accelerate" in sys.modules and self.view.ranks > 1 and count == self.view.ranks:
-            # Accelerate steps it once per process: it should count the batches of all of them.
-            return not (length and self._batches) or length % (self._batches * count) == 0
-        return bool(length and self._batches and length % self._batches == 0)
-
-    def _report_count(self, name: str, count: int) -> None:
-        self.find(
-            name,
-            f"{name} was stepped {count} times between two optimizer steps, "
-            f"{2 * _STEPS_IN_A_ROW} times in a row, so its schedule passes {count} times as fast.",
-        )
+        return is_per_process or bool(length and self._batches and length % self._batches == 0)
 
 
 def _length_of(scheduler: Any) -> int:
@@ -465,55 +358,6 @@ def _length_of(scheduler: Any) -> int:
         if isinstance(length, int):
             return length
     return 0
-
-
-class SchedulerOfOtherOptimizer(Check):
-    """A scheduler drives an optimizer that does not step any more.
-
-    Another optimizer with the same parameters was made and is stepped; its rate never changes.
-
-    Bug:
-        scheduler = CosineAnnealingLR(optimizer, T_max=100)
-        optimizer = Adam(model.parameters())  # made anew, the scheduler has the old one
-    Fix: Make the scheduler anew with the optimizer.
-    Ignore: When the old optimizer is only used to compute a schedule.
-    """
-
-    def setup(self) -> None:
-        self._steps: dict[int, int] = {}  # by optimizer: when it has stepped
-        self._first: dict[int, int] = {}
-
-    def on_after_optimizer_step(self, optimizer: Any) -> None:
-        self._steps[id(optimizer)] = self.view.steps_seen
-
-    def on_scheduler_step(self, scheduler: Any) -> None:
-        driven, now = getattr(scheduler, "optimizer", None), self.view.steps_seen
-        if driven is None or getattr(scheduler, "_step_count", 0) <= 1:
-            return
-        first = self._first.setdefault(id(scheduler), now)
-        is_old = self._steps.get(id(driven), first) <= now - 2 * _STEPS_IN_A_ROW
-        own = {id(p) for group in driven.param_groups for p in group["params"]}
-        trained = [
-            each
-            for each in self.view.optimizers
-            if self._steps.get(id(each), 0) >= now - 1
-            and each.param_groups is not driven.param_groups  # not a wrapper of it
-            and any(id(p) in own for group in each.param_groups for p in group["params"])
-        ]
-        if is_old and trained and _has_same_rate(trained[0]):
-            name = type(scheduler).__name__
-            self.find(
-                name,
-                f"{name} was stepped with an optimizer that has not stepped in "
-                f"{2 * _STEPS_IN_A_ROW} steps, while another {type(trained[0]).__name__} steps "
-                "the same parameters.",
-            )
-
-
-def _has_same_rate(optimizer: Any) -> bool:
-    """Return whether nobody has changed the rates since the optimizer was made."""
-    default = getattr(optimizer, "defaults", {}).get("lr")
-    return all(group.get("lr") == default for group in optimizer.param_groups)
 
 
 class Fp16WithoutScaler(Check):
@@ -603,21 +447,13 @@ def _dense(optimizer: Any) -> Iterator[Tensor]:
     """Yield the optimizer's parameters with a gradient that is not sparse."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if _is_dense(parameter.grad):
+            if parameter.grad is not None and parameter.grad.layout is torch.strided:
                 yield parameter
-
-
-def _is_dense(gradient: Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided
 
 
 def _small_matrix(optimizer: Any) -> Tensor | None:
     """Return the smallest matrix with a gradient, or vector: large ones are often embeddings."""
-    return _smallest(_dense(optimizer))
-
-
-def _smallest(parameters: Iterator[Tensor]) -> Tensor | None:
-    return min(parameters, key=lambda p: (p.ndim < 2, p.numel()), default=None)
+    return min(_dense(optimizer), key=lambda p: (p.ndim < 2, p.numel()), default=None)
 
 
 def _some_with_gradients(optimizer: Any) -> list[Tensor]:

@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.hooks.lint.finding import Check, in_due_steps
-from hookline.hooks.lint.leak_checks import change_later
 from hookline.hooks.lint.loss_graph import LossGraph
-from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.token_labels import aligned, is_any_shifted_by, is_shifted_by, token_ids
+from hookline.hooks.lint.token_labels import aligned, is_shifted_by
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
-from hookline.loop.model_watch import unwrapped
 
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 _STEPS_IN_A_ROW = 3
@@ -153,10 +150,10 @@ class AllLabelsIgnored(Check):
 
 
 class ProbabilitiesIntoCrossEntropy(Check):
-    """`cross_entropy` gets probabilities instead of logits.
+    """`cross_entropy` or `binary_cross_entropy_with_logits` gets probabilities instead of logits.
 
-    It applies a softmax itself. A second one bounds the differences between classes to 1, so that
-    the loss can hardly fall and gradients are tiny.
+    It applies a softmax or sigmoid itself. A second one bounds the differences between classes to
+    1, so that the loss can hardly fall and gradients are tiny.
 
     Bug:
         loss = F.cross_entropy(model(x).softmax(dim=1), y)
@@ -166,27 +163,12 @@ class ProbabilitiesIntoCrossEntropy(Check):
 
     @in_due_steps
     def on_loss_call(self, call: LossCall) -> None:
-        if call.name != "cross_entropy" or not call.has_gradients:
-            return
-        operation = last_operation(call.input)
-        dim = _class_dimension(call)
-        if operation == "LogSoftmax" or call.input.shape[dim] < 2 or not call.input.numel():
-            return
-        values = call.input.detach()
-        away = (values.sum(dim, dtype=torch.float32) - 1).abs().max()
-        self.read([values.min(), values.max(), away], self._judge, operation)
-
-    def _judge(self, numbers: list[float], operation: str) -> None:
-        low, high, away = numbers
-        is_distribution = low >= 0 and away < 1e-2
-        steps = self.in_a_row(is_distribution)
-        is_known = operation in ("Softmax", "Sigmoid") and low >= 0 and high <= 1
-        if is_known or steps >= _STEPS_IN_A_ROW:
-            how = f"a {operation.lower()}" if is_known else "values that are not negative, sum 1"
+        takes_logits = call.name in ("cross_entropy", "binary_cross_entropy_with_logits")
+        operation = last_operation(call.input) if takes_logits and call.has_gradients else ""
+        if operation in ("Softmax", "Sigmoid"):
             self.find(
-                "cross_entropy",
-                f"Its input is the result of {how} (from {low:.3g} to {high:.3g}), and it applies "
-                f"a softmax itself.",
+                call.name,
+                f"Its input is the result of a {operation.lower()}, and it applies one itself.",
             )
 
 
@@ -220,55 +202,6 @@ class NllWithoutLogProbabilities(Check):
 
     def _find(self, name: str, what: str) -> None:
         self.find(name, f"Its input is {what}.")
-
-
-class SigmoidBeforeBceWithLogits(Check):
-    """`binary_cross_entropy_with_logits` gets the result of a sigmoid.
-
-    It applies a sigmoid itself. With two, no output is below 0.5.
-
-    Bug:
-        loss = F.binary_cross_entropy_with_logits(torch.sigmoid(model(x)), y)
-    Fix: Remove the sigmoid, or use `binary_cross_entropy`.
-    Ignore: Never seen on purpose.
-    """
-
-    @in_due_steps
-    def on_loss_call(self, call: LossCall) -> None:
-        if call.name == "binary_cross_entropy_with_logits" and call.has_gradients:
-            operation = last_operation(call.input)
-            if operation in ("Sigmoid", "Softmax"):
-                self.find(
-                    call.name,
-                    f"Its input is the result of a {operation.lower()}, and it applies a sigmoid "
-                    f"itself.",
-                    f"Remove the {operation.lower()} before the loss, or use binary_cross_entropy.",
-                )
-
-
-class CrossEntropyOfOneClass(Check):
-    """`cross_entropy` gets one logit per sample.
-
-    The softmax of one logit is 1: the loss is 0 whatever the model says, and so is the gradient.
-
-    Bug:
-        head = nn.Linear(64, 1)
-        loss = F.cross_entropy(head(x), y)
-    Fix: Use `binary_cross_entropy_with_logits`, or one output per class.
-    Ignore: Never seen on purpose.
-    """
-
-    @in_due_steps
-    def on_loss_call(self, call: LossCall) -> None:
-        shape = call.input.shape
-        if call.name != "cross_entropy" or not call.has_gradients or len(shape) < 2:
-            return
-        if shape[1] == 1 and call.target.numel() > 1:
-            self.find(
-                "cross_entropy",
-                f"Its input has the shape {tuple(shape)}: with one class the loss is 0 for every "
-                f"output.",
-            )
 
 
 class LabelsShiftedTwice(Check):
@@ -309,42 +242,6 @@ class LabelsShiftedTwice(Check):
             self.find("cross_entropy", "Every label is the input token two positions later.")
 
 
-class LabelsNotShifted(Check):
-    """A language model learns to repeat its input.
-
-    It is causal, sees each token, and has this token as the label: copying is enough.
-
-    Bug:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    Fix: Compare the output at each position with the next token: `logits[:, :-1]` and `tokens[:,
-        1:]`.
-    Ignore: When the model is to copy.
-    """
-
-    is_active = True
-
-    def on_repeat(self, call: RepeatableCall) -> None:
-        """Compare labels with tokens, and see that the model is causal and sees each token."""
-        ids = token_ids(call.inputs)
-        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
-        if ids is None or compared is None:
-            return
-        same, later = (is_any_shifted_by(count, call.targets, ids) for count in (0, 1))
-        earlier, here = (
-            compared.change(rows=r) for r in (slice(middle), slice(middle, middle + 1))
-        )
-        self.read([same & ~later, earlier, here], self._judge)
-
-    def _judge(self, numbers: list[float]) -> None:
-        is_same, earlier, here = numbers
-        if is_same and here and not earlier:
-            self.find(
-                "cross_entropy",
-                "Every label is the input token at the same position, and no output depends on a "
-                "later token: the model learns to copy.",
-            )
-
-
 class EndTokenNeverTrained(Check):
     """The end token is also the padding token, and its labels are ignored.
 
@@ -359,15 +256,7 @@ class EndTokenNeverTrained(Check):
 
     def setup(self) -> None:
         self._tokens = EmbeddedTokens()
-        self._seen = 0
-        self._ends: set[float] = set()
-        self._stops: set[float] = set()  # also those of generation
-        self._is_appended = True  # the data end every sequence with it
-
-    def on_train_start(self) -> None:
-        for model in self.view.models:
-            self._ends |= _end_tokens(model, "config")
-            self._stops |= self._ends | _end_tokens(model, "generation_config")
+        self._seen = 0.0
 
     def on_module_call(self, call: ModuleCall) -> None:
         self._tokens.see(call)
@@ -382,52 +271,29 @@ class EndTokenNeverTrained(Check):
         labels, later = target[:, :width], ids[:, 1 : width + 1]
         is_used = is_label_used(call).reshape(target.shape)[:, :width]
         end = ids[0, -1]
-        is_end = ids == end
-        trailing = is_end.flip(1).long().cumprod(1).sum(1)
+        trailing = (ids == end).flip(1).long().cumprod(1).sum(1)  # end tokens of each sequence
         last = (is_used * torch.arange(width, device=ids.device)).argmax(1)
         last_labels = labels.gather(1, last[:, None])
-        self.read(
-            [
-                end,
-                (ids[:, -1] == end).all() & is_used.any() & (trailing.max() > 1),
-                ((later == labels) | ~is_used).all(),
-                (is_used & (later == end)).any(),
-                trailing.min(),
-                (last_labels == last_labels[0]).all(),
-                last_labels[0, 0],
-            ],
-            self._judge,
-        )
+        # Padding comes up to the longest sequence, which has one; a template may close each text
+        # with another token, which then ends generation.
+        is_padded = (trailing.min() == 1) & (trailing.max() > 1) & is_used.any()
+        is_next = ((later == labels) | ~is_used).all() & (last_labels != last_labels[0]).any()
+        self.read([end, is_padded, is_next, (is_used & (later == end)).any()], self._judge)
 
     @in_due_steps
     def on_step_end(self) -> None:
         self._tokens.forget()
 
     def _judge(self, numbers: list[float]) -> None:
-        end, is_padded, is_next, is_trained, shortest, is_same_last, last = numbers
-        is_known = end in self._ends
-        self._is_appended &= shortest == 1
-        # A template may close each text with another token, which then ends generation.
-        has_other_end = is_same_last and (
-            not is_known or last in self._stops or not self._is_appended
-        )
-        if not is_next or has_other_end:
-            return
-        if is_trained:
-            self._seen = -math.inf  # type: ignore[assignment]
-        if is_padded and (shortest == 1 or is_known):
-            self._seen += 1
+        end, is_padded, is_next, is_trained = numbers
+        if is_next:
+            self._seen += -math.inf if is_trained else is_padded
         if self._seen >= _STEPS_IN_A_ROW:
             self.find(
                 "cross_entropy",
                 f"Every sequence ends with the token {end:.0f}, which is also the padding, and all "
-                f"its labels are ignored (in {self._seen} batches).",
+                f"its labels are ignored (in {self._seen:.0f} batches).",
             )
-
-
-def _end_tokens(model: nn.Module, config: str) -> set[float]:
-    end = getattr(getattr(unwrapped(model), config, None), "eos_token_id", None)
-    return set(end) if isinstance(end, list) else set() if end is None else {end}
 
 
 class FirstLossTooHigh(Check):

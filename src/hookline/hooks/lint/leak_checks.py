@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.hooks.debugging.repeated_forward import CannotRepeatError
 from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.token_labels import (
@@ -55,11 +54,6 @@ def difference(first: Tensor, second: Tensor, where: Tensor | None = None) -> Te
     return change.max() / first.abs().max().clamp(min=1e-12)
 
 
-def is_changed(part: float, outputs_dtype: torch.dtype) -> bool:
-    """Return whether a difference is more than rounding; NaN is none."""
-    return part > (1e-2 if outputs_dtype in (torch.float16, torch.bfloat16) else 1e-4)
-
-
 class Comparison:
     """Outputs of a call before and after a change of its inputs.
 
@@ -99,15 +93,6 @@ def compare_tokens(call: RepeatableCall, ids: Tensor, changed: Tensor) -> Compar
     return None if after is None else Comparison(before, again, after)
 
 
-def change_later(call: RepeatableCall, ids: Tensor) -> tuple[Comparison | None, int]:
-    """Change the tokens from the middle on; return the outputs, and where the middle is."""
-    middle = ids.shape[1] // 2
-    if "later" not in call.shared:
-        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
-        call.shared["later"] = compare_tokens(call, ids, changed)
-    return call.shared["later"], middle
-
-
 def attention_names(view: TrainingView) -> list[str]:
     """Return the names of attention modules, or the class of the model if it has none."""
     found = [n for m, n in view.module_names.items() if "ttention" in type(m).__name__ and n]
@@ -138,8 +123,12 @@ class OutputDependsOnLaterToken(Check):
 
     def on_repeat(self, call: RepeatableCall) -> None:
         ids = token_ids(call.inputs)
-        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
-        if ids is None or compared is None:
+        if ids is None:
+            return
+        middle = ids.shape[1] // 2
+        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
+        compared = compare_tokens(call, ids, changed)
+        if compared is None:
             return
         others = token_inputs(call.inputs)[1:]  # a translation may see its whole source
         targets = [aligned(target, ids) for target in call.targets]
@@ -195,9 +184,9 @@ class OutputDependsOnOtherSamples(Check):
         permuted = call.run_with(lambda x: _rows(x, samples, list(reversed(range(samples)))))
         alone, turned = sample_outputs(repeated, samples), sample_outputs(permuted, samples)
         if alone is not None and turned is not None:
-            same, equal = before[:1].expand(before.shape), alone[:1].expand(alone.shape)
+            same = before[:1].expand(before.shape)
             pairs = [(before.flip(0), turned), (before[:1], alone[:1]), (same, before)]
-            changes = [Comparison(x, x, y).change() for x, y in (*pairs, (equal, alone))]
+            changes = [Comparison(x, x, y).change() for x, y in pairs]
             self.read([repeats(before, again), *changes], self._judge, samples)
 
     def _has_rows_of_samples(self, call: RepeatableCall, first: Tensor, outputs: Tensor) -> bool:
@@ -214,20 +203,13 @@ class OutputDependsOnOtherSamples(Check):
         return outputs.ndim <= 2 and (first.ndim >= 3 or is_tokens)
 
     def _judge(self, numbers: list[float], samples: int) -> None:
-        is_repeated, unlike, part, spread, unequal = numbers
-        if not is_repeated:
-            return
-        if unlike == 0 and spread and part:
-            how = f"when the other {samples - 1} samples of its batch were replaced"
-        elif unequal:
-            part, how = unequal, "with its place in a batch of equal samples"
-        else:
-            return
-        self.find(
-            type(self.view.models[0]).__name__,
-            f"In eval mode, the output for a sample changed by {part:.2g} of the largest output "
-            f"{how}.",
-        )
+        is_repeated, unlike, part, spread = numbers
+        if is_repeated and part and spread and not unlike:
+            self.find(
+                type(self.view.models[0]).__name__,
+                f"In eval mode, the output for a sample changed by {part:.2g} of the largest "
+                f"output when the other {samples - 1} samples of its batch were replaced.",
+            )
 
 
 def _rows(tensor: Tensor, samples: int, rows: list[int]) -> Tensor:
@@ -235,86 +217,58 @@ def _rows(tensor: Tensor, samples: int, rows: list[int]) -> Tensor:
 
 
 class OutputDependsOnPadding(Check):
-    """Inputs that are masked as padding change the outputs.
+    """The padding at the end of sequences changes the outputs.
 
-    The mask is not used, has the wrong sign, or gets lost. The result then depends on how long the
-    other sequences of a batch are.
-
-    Where the model gets no mask, padding is recognised as one token at the end of shorter
-    sequences, and some of it is removed.
+    A mask is missing, is not used, or has the wrong sign. Padding is recognised as one token at the
+    end of the shorter sequences (which masks agree with), and some of it is removed.
 
     Bug:
         def forward(self, ids, attention_mask):
             return self.encoder(self.embed(ids))  # the mask is not passed on
-    Fix: Give the mask to the attention. `src_key_padding_mask` of torch is True at padding,
-        `attention_mask` of transformers is 1 at tokens.
-    Ignore: When the mask does not mean padding.
+    Fix: Give the mask to the attention. Masks of torch are True at padding, those of transformers
+        1 at tokens.
+    Ignore: When the last token does not mean padding.
     """
 
     is_active = True
 
     def on_repeat(self, call: RepeatableCall) -> None:
+        """Remove columns at the end, and compare the sequences that have only padding there."""
         ids = token_ids(call.inputs)
         if ids is None or any(map(_sees_neighbours, self.view.model.modules())):
             return
-        masks = {name: x for name, x in call.inputs.items() if "mask" in name}
-        for name, mask in masks.items():
-            if mask.shape == ids.shape:
-                is_padding = mask.bool() if "padding" in name else ~mask.bool()
-                changed = torch.where(is_padding, other_tokens(ids), ids)
-                alike = _is_like_padding(is_padding, ids)
-                self._compare(call, ids, changed, ~is_padding, alike, name)
-        # Other inputs may be indices into what is removed, which ends a process on an accelerator.
-        others = [x for x in call.inputs.values() if x is not ids]
-        has_room = ids.device.type == "cpu" and all(x.ndim < 2 for x in others)
-        if not masks and (not others or has_room) and ids.shape[1] > 2 * _REMOVED:
-            self._remove_padding(call, ids)
-
-    def _remove_padding(self, call: RepeatableCall, ids: Tensor) -> None:
-        """Remove columns at the end, and compare the sequences that have only padding there."""
-        token = ids[:, -1].mode().values
-        is_padding = (ids == token).flip(1).cumprod(1).flip(1).bool()
+        others = [x for x in call.inputs.values() if x.shape != ids.shape]
+        # They may be indices into what is removed, which ends a process on an accelerator.
+        is_risky = others and ids.device.type != "cpu"
+        if is_risky or any(x.ndim > 1 for x in others) or ids.shape[1] <= 2 * _REMOVED:
+            return
+        is_end = ids == ids[:, -1].mode().values
+        is_padding = is_end.flip(1).cumprod(1).flip(1).bool()
         lengths = (~is_padding).sum(1)
         is_between = (lengths > lengths.min()) & (lengths < lengths.max())
-        alike = ((ids == token) == is_padding).all() & is_between.any() & (lengths > 0).all()
-        is_short = is_padding[:, -_REMOVED:].all(1, keepdim=True)
-        where = ~is_padding & is_short
-        self._compare(call, ids, ids[:, :-_REMOVED], where, alike, "")
-
-    def _call_with(self, call: RepeatableCall, ids: Tensor, changed: Tensor) -> Any:
-        """Return the outputs for other tokens; None if the model takes one length only."""
-        try:
-            return call.run_with(lambda x: changed if x is ids else x)
-        except CannotRepeatError as error:
-            if changed.shape == ids.shape or error.__cause__ is None:  # it was not even called
-                raise
-            self.left_out = f"the model takes no sequences shorter than {ids.shape[1]} tokens"
-            return None
-
-    def _compare(
-        self, call: RepeatableCall, ids: Tensor, changed: Tensor, where: Tensor, *alike: Any
-    ) -> None:
-        is_like_padding, name = alike
-        every, width = [call.outputs, call.repeated_outputs], changed.shape[1]
-        outputs = self._call_with(call, ids, changed)
+        alike = (is_end == is_padding).all() & is_between.any() & (lengths > 0).all()
+        for mask in (x.bool() for name, x in call.inputs.items() if "mask" in name):
+            alike &= (mask == is_padding).all() | (mask != is_padding).all()
+        where = ~is_padding & is_padding[:, -_REMOVED:].all(1, keepdim=True)
+        outputs = call.run_with(lambda x: x[:, :-_REMOVED] if x.shape == ids.shape else x)
+        every, shorter = [call.outputs, call.repeated_outputs], ids[:, :-_REMOVED]
         before, again = (token_outputs(each, ids) for each in every)
-        after = token_outputs(outputs, changed)
+        after = token_outputs(outputs, shorter)
         if before is None or again is None:
             before, again, after = (sample_outputs(each, len(ids)) for each in (*every, outputs))
             where = where.any(1)
         else:
-            before, again, where = before[:, :width], again[:, :width], where[:, :width]
+            before, again, where = (x[:, :-_REMOVED] for x in (before, again, where))
         if before is not None and after is not None and before.shape == after.shape:
             change = Comparison(before, again, after).change(where)
-            count = where.sum()
-            self.read([change, count, is_like_padding], self._judge, name)
+            self.read([change, where.sum(), alike], self._judge)
 
-    def _judge(self, numbers: list[float], name: str) -> None:
+    def _judge(self, numbers: list[float]) -> None:
         part, count, is_alike = numbers
         if count and is_alike and part > 0:
             self.find(
-                name or type(self.view.models[0]).__name__,
-                "Other padding, or less of it, changed outputs for what is no padding, by "
+                type(self.view.models[0]).__name__,
+                "Less padding changed outputs for what is no padding, by "
                 f"{part:.2g} of the largest output ({count:.0f} were compared).",
             )
 
@@ -323,14 +277,6 @@ def _sees_neighbours(module: nn.Module) -> bool:
     """Return whether a module mixes tokens with their neighbours, so that padding is seen."""
     is_two_way = isinstance(module, nn.RNNBase) and module.bidirectional
     return is_two_way or isinstance(module, nn.modules.conv._ConvNd)
-
-
-def _is_like_padding(is_padding: Tensor, ids: Tensor) -> Tensor:
-    """Return whether this is one token, at one end of all sequences."""
-    token = torch.where(is_padding, ids, -1).max()
-    is_one_token = ((ids == token) | ~is_padding).all() & ((ids != token) & ~is_padding).any()
-    steps = is_padding[:, 1:].int() - is_padding[:, :-1].int()
-    return is_one_token & ((steps >= 0).all() | (steps <= 0).all())
 
 
 class PackedDocumentsAttendToEachOther(Check):

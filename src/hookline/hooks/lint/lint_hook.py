@@ -99,6 +99,8 @@ class Lint(BuiltIn):
         for check in self._checks:
             if check.is_active and not self.active:
                 check.left_out = "active checks are switched off"
+            if check.needs_ranks and view.ranks == 1:
+                check.left_out = "there is one process"
         self._methods = {
             point: [(c, getattr(c, point)) for c in self._checks if hasattr(c, point)]
             for point in POINTS
@@ -153,7 +155,7 @@ class Lint(BuiltIn):
         if self._view is not None and point in _LOADING:
             self._loaded_until = self._view.steps_seen + FIRST_STEPS
         for check, function in self._calls.get(point, ()):
-            if check.left_out is None and not (check.ends and check.has_found):
+            if check.left_out is None and not check.has_found:
                 try:
                     function(*args)
                 except Exception as error:
@@ -171,7 +173,7 @@ class Lint(BuiltIn):
         check = getattr(judge, "__self__", None)
         if not isinstance(check, Check):
             judge(*args)
-        elif check.left_out is None and not (check.ends and check.has_found):
+        elif check.left_out is None and not check.has_found:
             try:
                 judge(*args)
             except Exception as error:
@@ -207,15 +209,6 @@ class Lint(BuiltIn):
             for each in samples:
                 each.after = self._view.sample(each.parameter)
             self._tell("on_step_sampled", optimizer, samples)
-
-    def on_step_skipped(self, optimizers: list[Any], optimizer_idx: int) -> None:
-        self._tell("on_step_skipped", optimizers[optimizer_idx])
-
-    def on_validation_start(self) -> None:
-        self._tell("on_validation_start")
-
-    def on_validation_end(self) -> None:
-        self._tell("on_validation_end")
 
     def on_checkpoint_load(self) -> None:
         if self._view is not None:
@@ -314,5 +307,5 @@ class Lint(BuiltIn):
 
 def _is_due(check: Check, method: Callable[..., Any], *, is_due: bool) -> bool:
     """Return whether a method is called in a step."""
-    has_ended = check.left_out is not None or (check.ends and check.has_found)
+    has_ended = check.left_out is not None or check.has_found
     return not has_ended and (is_due or not hasattr(method, "is_for_due_steps"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -15,33 +14,25 @@ _MIN_RATIO = 1.25  # of the largest to the smallest number of labels
 _MAX_SPREAD = 1e-3  # between weights that count as equal
 
 
-@dataclass(frozen=True, eq=False)
-class _MicroBatch:
-    is_mean: bool
-    labels: int
-    classes: int
-
-
 class MeanOfMeans(Check):
     """Micro-batches with few labels count as much as those with many.
 
-    Each loss is a mean over the labels of its micro-batch, and all means have the same weight. A
-    label in a short micro-batch then counts more, and the gradient is not that of the whole batch.
+    Each loss is a mean over the labels of its micro-batch, and all means have the same weight, so
+    the gradient is not that of the whole batch.
 
     Bug:
         for micro in step:
             loss = F.cross_entropy(model(micro.x), micro.y, ignore_index=-100)  # a mean
             (loss / len(step)).backward()
-    Fix: Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels that the
-        whole step uses.
-    Ignore: When each micro-batch is meant to count the same, as when each is a task of its own.
+    Fix: Divide the sum of each micro-batch (`reduction="sum"`) by the number of labels of the step.
+    Ignore: When each micro-batch is meant to count the same, as a task of its own.
     """
 
     severity = "warning"
 
     def setup(self) -> None:
         self._calls: list[LossCall] = []  # since the latest backward
-        self._batches: list[_MicroBatch] = []
+        self._batches: list[tuple[bool, int, int]] = []  # whether means, classes, labels
         self._tensors: list[Tensor] = []
         self._is_clear = True
         self._varying_steps = 0
@@ -55,39 +46,35 @@ class MeanOfMeans(Check):
     @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         calls, self._calls = self._calls, []
-        if loss is None or len(calls) != 1 or not has_class_labels(calls[0]):
+        is_one = loss is not None and len(calls) == 1 and has_class_labels(calls[0])
+        if not is_one or calls[0].input.ndim < 2 or loss.ndim or calls[0].result.ndim:
             self._is_clear = False
             return
         call = calls[0]
-        reduction = call.options.get("reduction", "mean")
-        if reduction == "none" or call.input.ndim < 2 or loss.ndim:
-            self._is_clear = False
-            return
-        used = is_label_used(call).sum()
-        self._tensors += [call.result.detach(), loss.detach(), used]
-        classes = call.input.shape[1]
-        self._batches.append(_MicroBatch(reduction == "mean", call.target.numel(), classes))
+        self._tensors += [call.result.detach(), loss.detach(), is_label_used(call).sum()]
+        is_mean = call.options.get("reduction", "mean") == "mean"
+        self._batches.append((is_mean, call.input.shape[1], call.target.numel()))
 
     @in_due_steps
     def on_step_end(self) -> None:
         batches, tensors, is_clear = self._batches, self._tensors, self._is_clear
         self._batches, self._tensors, self._is_clear, self._calls = [], [], True, []
-        is_one_task = len({(batch.is_mean, batch.classes) for batch in batches}) == 1
+        is_one_task = len({batch[:2] for batch in batches}) == 1
         if is_clear and is_one_task and len(batches) > 1:
-            self.read(tensors, self._judge, batches)
+            sizes = [size for _, _, size in batches]
+            self.read(tensors, self._judge, sizes, batches[0][0])
 
-    def _judge(self, numbers: list[float], batches: list[_MicroBatch]) -> None:
+    def _judge(self, numbers: list[float], sizes: list[int], is_mean: bool) -> None:
         results, losses, counts = numbers[::3], numbers[1::3], numbers[2::3]
         if not all(results) or not all(counts):
             return
-        scales = counts if not batches[0].is_mean else [1.0] * len(counts)
         weights = [
-            loss / result * scale
-            for loss, result, scale in zip(losses, results, scales, strict=True)
+            loss / result * (1.0 if is_mean else count)
+            for loss, result, count in zip(losses, results, counts, strict=True)
         ]
         is_equal = max(weights) - min(weights) <= _MAX_SPREAD * abs(max(weights))
         is_varied = max(counts) > _MIN_RATIO * min(counts)
-        if is_equal and is_varied and self._is_by_labels(counts, batches):
+        if is_equal and is_varied and self._is_by_labels(counts, sizes):
             listed = ", ".join(f"{count:.0f}" for count in counts[:8])
             self.find(
                 "cross_entropy",
@@ -95,9 +82,9 @@ class MeanOfMeans(Check):
                 f"losses have equal weights.",
             )
 
-    def _is_by_labels(self, counts: list[float], batches: list[_MicroBatch]) -> bool:
+    def _is_by_labels(self, counts: list[float], sizes: list[int]) -> bool:
         """Return whether labels differ in number for another reason than a smaller last batch."""
-        if any(count < batch.labels for count, batch in zip(counts, batches, strict=True)):
+        if any(count < size for count, size in zip(counts, sizes, strict=True)):
             return True
         first = counts[:-1]
         if max(first) <= _MIN_RATIO * min(first):

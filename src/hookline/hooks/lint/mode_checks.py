@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from hookline.hooks.lint.finding import Check, in_due_steps
-from hookline.hooks.lint.leak_checks import difference, is_changed
+from hookline.hooks.lint.finding import Check
 from hookline.hooks.lint.repeated_call import RepeatableCall
 from hookline.hooks.lint.torch_watch import LoadedBatch, LossCall, ModuleCall
+from hookline.hooks.lint.training_view import ParameterPlace
 from hookline.tensors.nested import tensors_in
-from hookline.tensors.sharded import is_sharded, stored_values
+from hookline.tensors.sharded import stored_values
 
 _SAMPLE = 8
 
@@ -30,17 +29,18 @@ def depends_on_mode(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.track_running_stats
 
 
-class ModeNotRestored(Check):
-    """The model stays in eval mode after an evaluation.
+class TrainingInEvalMode(Check):
+    """The model is trained in eval mode: dropout is off, and BatchNorm keeps old statistics.
 
-    Dropout is off and BatchNorm uses old statistics for the rest of training.
+    It stays in eval mode after an evaluation. Or it was made in eval mode, as by `from_pretrained`
+    of transformers: this is a warning.
 
     Bug:
         model.eval()
         evaluate(model)
         train_one_epoch(model)  # model.train() is missing
-    Fix: Call `model.train()` before training goes on.
-    Ignore: When the rest of training is to run without dropout.
+    Fix: Call `model.train()` before training goes on. To freeze parts, put these into eval mode.
+    Ignore: When training is to run without dropout.
     """
 
     def setup(self) -> None:
@@ -66,85 +66,38 @@ class ModeNotRestored(Check):
             if not self._in_eval:
                 self._evaluated.update(self._called)
             self._called = []
+        self._trained.update(model for model in self.view.models if model.training)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for model in self._in_eval:
-            if model in self._trained and model in self._evaluated and _trains(optimizer, model):
-                self._find(model)
-        for model in self.view.models:
-            if model.training and model not in self._trained:
-                self._trained.add(model)
+            was_trained = model in self._trained and model in self._evaluated
+            is_first = not self._trained and self.view.steps_seen <= 2
+            if (was_trained or is_first) and _trains(optimizer, model):
+                self._find(model, was_trained=was_trained)
         if self._evaluated:
             self._evaluated = {model for model in self._evaluated if not model.training}
 
-    def _find(self, model: nn.Module) -> None:
-        count = sum(depends_on_mode(module) and not module.training for module in model.modules())
-        if count:
+    def _find(self, model: nn.Module, *, was_trained: bool) -> None:
+        quiet = [m for m in model.modules() if depends_on_mode(m) and not m.training]
+        how = "was in train mode, was evaluated in eval mode, and is now"
+        if not was_trained:
+            how = "is from the start"
+            quiet = [module for module in quiet if isinstance(module, _DropoutNd)]
+            optimized = self.view.optimized()
+            if not all(p.requires_grad and id(p) in optimized for p in model.parameters()):
+                return  # a part of it is frozen
+        if quiet:
             self.find(
                 self.view.module_names.get(model) or "the model",
-                f"It was in train mode, was evaluated in eval mode, and is now trained in eval "
-                f"mode, with {count} modules of dropout or BatchNorm.",
+                f"It {how} trained in eval mode, with {len(quiet)} modules of dropout or "
+                "BatchNorm.",
+                severity="error" if was_trained else "warning",
             )
-
-
-class TrainingInEvalMode(Check):
-    """The model is trained in eval mode from the start.
-
-    Models of transformers' `from_pretrained` are in eval mode. Dropout is off, and BatchNorm keeps
-    its statistics.
-
-    Bug:
-        model = AutoModel.from_pretrained(name)  # in eval mode
-        train(model)
-    Fix: Call `model.train()` before training. To freeze parts of it, put these into eval mode.
-    Ignore: When the whole model is to be trained without dropout.
-    """
-
-    severity = "warning"
-
-    def setup(self) -> None:
-        self._was_trained = False
-
-    @in_due_steps
-    def on_before_backward(self, loss: Any) -> None:
-        self._was_trained |= any(model.training for model in self.view.models)
-
-    @in_due_steps
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self._was_trained or self.view.steps_seen > 2:
-            return
-        optimized = self.view.optimized()
-        for model in self.view.models:
-            dropouts = [m for m in model.modules() if isinstance(m, _DropoutNd) and m.p > 0]
-            modules = [module for module in dropouts if not module.training]
-            is_whole = all(p.requires_grad and id(p) in optimized for p in model.parameters())
-            if modules and is_whole and _trains(optimizer, model):
-                name = self.view.module_names.get(model) or "the model"
-                self.find(
-                    name,
-                    f"It is trained in eval mode, where its {len(modules)} modules of dropout do "
-                    f"nothing.",
-                )
 
 
 def _trains(optimizer: Any, model: nn.Module) -> bool:
     own = {id(parameter) for parameter in model.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-
-@dataclass(frozen=True)
-class _Output:
-    """Where an output of the model is, without keeping it."""
-
-    memory: int
-    shape: torch.Size
-
-    def may_give(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is this output, a part of it, or a copy with as many features."""
-        if self.memory == _memory(tensor):
-            return True
-        is_part = tensor.numel() <= self.shape.numel() and not tensor.requires_grad
-        return is_part and tensor.ndim > 1 and tensor.shape[-1:] == self.shape[-1:]
 
 
 class DropoutInEvaluation(Check):
@@ -161,14 +114,12 @@ class DropoutInEvaluation(Check):
     """
 
     def setup(self) -> None:
-        self._outputs: list[_Output] = []  # of the latest evaluation
+        self._outputs: list[tuple[int, torch.Size]] = []  # of the latest evaluation: where they are
         self._inputs: list[Any] = []  # of the latest evaluation, weakly
-        self._pending: LossCall | None = None  # a loss that the model may be about to return
-        self._labels: list[tuple[int, ...]] = []  # shapes, of evaluated batches
-        self._is_left_out = False  # this evaluation does something else
-        self._trained: list[Any] = []  # inputs of the latest training forward, weakly
+        self._trained: list[Any] = []  # of the latest training forward, weakly
         self._trained_labels: tuple[int, ...] = ()
-        self._mode_matters = False
+        self._count = 0  # of evaluated batches
+        self._is_left_out = False  # this evaluation does something else
         self._loader: Any = None  # that has delivered the latest batch
         self._trained_loaders: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -179,75 +130,55 @@ class DropoutInEvaluation(Check):
         if self._loader is not None:
             self._trained_loaders.add(self._loader)
 
-    def on_repeat(self, call: RepeatableCall) -> None:
-        first = [x for x in tensors_in(call.outputs) if x.is_floating_point()]
-        second = [x for x in tensors_in(call.run(train=True)) if x.is_floating_point()]
-        if first and second and first[0].shape == second[0].shape:
-            change = difference(first[0], second[0])
-            self.read([change], self._judge_mode, first[0].dtype)
-
-    def _judge_mode(self, numbers: list[float], dtype: torch.dtype) -> None:
-        self._mode_matters = is_changed(numbers[0], dtype)
-
     def on_model_call(self, call: ModuleCall) -> None:
         """Note evaluations in train mode; a training forward ends them."""
-        loss, self._pending = self._pending, None
-        inputs = _tensors_of(call)
         self._outputs = []
         if call.has_gradients and not self.view.is_evaluating:
-            if self._labels:
+            if self._count:
                 self._judge()
-            self._trained, self._inputs, self._is_left_out = _weakly(inputs), [], False
-            return
-        if not call.module.training:
-            return
-        if _are_same(self._inputs, inputs):
-            self._is_left_out = True  # several draws of dropout for one batch
-        self._inputs = _weakly(inputs)
-        self._outputs = [_Output(_memory(x), x.shape) for x in tensors_in(call.output)]
-        if self._loader is not None and self._loader not in self._trained_loaders:
-            self._labels.append(())  # a batch of data that are never trained on
-        if loss is not None and _memory(loss.result) in {each.memory for each in self._outputs}:
-            self._note(loss)
+            self._trained, self._is_left_out = _weakly(_tensors_of(call)), False
+            self._inputs = []
+        elif call.module.training:
+            inputs = _tensors_of(call)
+            # Several draws of dropout for one batch.
+            self._is_left_out |= _are_same(self._inputs, inputs)
+            self._inputs = _weakly(inputs)
+            self._outputs = [(_memory(x), x.shape) for x in tensors_in(call.output)]
+            if self._loader is not None and self._loader not in self._trained_loaders:
+                self._count += 1  # a batch of data that are never trained on
 
     def on_loss_call(self, call: LossCall) -> None:
-        self._pending = None
-        if call.has_gradients and not self.view.is_evaluating:
-            self._trained_labels = call.target.shape
-        elif any(output.may_give(call.input) for output in self._outputs):
-            self._note(call)
-        elif isinstance(call.result, Tensor):
-            self._pending = call
-
-    def _note(self, call: LossCall) -> None:
         labels = call.target.shape
-        self._labels.append(labels)
-        # The loss of a training batch, as in a line search; or one that chooses samples.
-        is_training_batch = _are_same(self._trained, self._inputs_now())
-        if is_training_batch and labels == self._trained_labels:
-            self._is_left_out = True
-        if call.options.get("reduction", "mean") == "none":
-            self._is_left_out = True
-
-    def _inputs_now(self) -> list[Any]:
-        return [reference() for reference in self._inputs]
+        if call.has_gradients and not self.view.is_evaluating:
+            self._trained_labels = labels
+        elif any(_may_give(*output, call.input) for output in self._outputs):
+            self._count += 1
+            # The loss of a training batch, as in a line search; or one that chooses samples.
+            inputs = [reference() for reference in self._inputs]
+            is_batch = labels == self._trained_labels and _are_same(self._trained, inputs)
+            self._is_left_out |= is_batch or call.options.get("reduction", "mean") == "none"
 
     def on_train_end(self) -> None:
         self._judge()
 
     def _judge(self) -> None:
-        labels, self._labels = self._labels, []
+        count, self._count = self._count, 0
         is_left_out, self._is_left_out = self._is_left_out, False
-        if not labels or is_left_out:
-            return
-        names = self.view.module_names.items()
+        names = self.view.module_names.items() if count and not is_left_out else ()
         active = [name for m, name in names if m.training and depends_on_mode(m)]
-        if active or self._mode_matters:
+        if active:
             self.find(
-                active or "the model",
+                active,
                 f"The model was evaluated without gradients while it was in train mode, with "
-                f"{len(labels)} batches: dropout or BatchNorm were active.",
+                f"{count} batches: dropout or BatchNorm were active.",
             )
+
+
+def _may_give(memory: int, shape: torch.Size, tensor: Tensor) -> bool:
+    """Return whether a tensor is an output, a part of it, or a copy with as many features."""
+    is_part = tensor.numel() <= shape.numel() and not tensor.requires_grad
+    has_features = is_part and tensor.ndim > 1 and tensor.shape[-1:] == shape[-1:]
+    return memory == _memory(tensor) or has_features
 
 
 def _tensors_of(call: ModuleCall) -> list[Tensor]:
@@ -384,7 +315,7 @@ class AveragedWeightsNotRestored(Check):
     severity = "warning"
 
     def setup(self) -> None:
-        self._watched: _WeightSample | None = None
+        self._watched: ParameterPlace | None = None
         self._stepped: Tensor | None = None  # a sample after the latest step
         self._evaluated: Tensor | None = None
         self._steps_compared = 0
@@ -395,28 +326,32 @@ class AveragedWeightsNotRestored(Check):
         for place in self.view.parameters:
             is_plain = place.tensor.ndim > 1 and place.tensor.is_contiguous()
             if id(place.tensor) in optimized and is_plain:
-                self._watched = _WeightSample(place.name, place.tensor)
+                self._watched = place
+
+    def _copy(self, place: ParameterPlace) -> Tensor:
+        """Return the first elements, cheap enough for each step."""
+        return stored_values(place.tensor).reshape(-1)[:_SAMPLE].clone()
 
     def on_after_optimizer_step(self, optimizer: Any) -> None:
         self._evaluated = None
         if self._watched is not None:
-            self._stepped = self._watched.copy()
+            self._stepped = self._copy(self._watched)
 
     def on_model_call(self, call: ModuleCall) -> None:
         stepped, watched = self._stepped, self._watched
         if stepped is None or watched is None or self._is_changed_otherwise:
             return
         if not call.has_gradients:
-            self._evaluated = watched.copy()
+            self._evaluated = self._copy(watched)
             return
         evaluated = self._evaluated
         self._evaluated = self._stepped = None
         if evaluated is not None:
-            now = watched.copy()
+            now = self._copy(watched)
             tensors = [(evaluated != stepped).sum(), (now != evaluated).sum()]
             self.read(tensors, self._judge, watched.name, len(now))
         elif self.view.is_due:
-            now = watched.copy()
+            now = self._copy(watched)
             self.read([(now != stepped).sum()], self._judge_step)
 
     def _judge_step(self, numbers: list[float]) -> None:
@@ -424,21 +359,15 @@ class AveragedWeightsNotRestored(Check):
         self._steps_compared += 1
         self._is_changed_otherwise |= bool(numbers[0])
 
-    def on_optimizer_made(self, optimizer: Any) -> None:
-        """Forget the sample: a new stage, or another client's turn, begins."""
+    def on_checkpoint_load(self, *args: Any) -> None:
+        """Forget the sample: training goes back to a checkpoint, or a new stage begins."""
         self._stepped = None
 
-    def on_file_loaded(self, loaded: Any) -> None:
-        """Forget the sample: training goes back to a checkpoint."""
-        self._stepped = None
+    on_optimizer_made = on_file_loaded = on_checkpoint_load
 
     def on_state_loaded(self, target: Any, state: Any) -> None:
         if not isinstance(target, nn.Module):
             self._stepped = None
-
-    def on_checkpoint_load(self) -> None:
-        """Forget the sample: training goes back to a checkpoint."""
-        self._stepped = None
 
     def _judge(self, numbers: list[float], name: str, count: int) -> None:
         replaced, changed = numbers
@@ -448,22 +377,3 @@ class AveragedWeightsNotRestored(Check):
                 f"{replaced:.0f} of {count} sampled weights were replaced before an evaluation, "
                 f"and training goes on with the replaced ones.",
             )
-
-
-class _WeightSample:
-    """The first elements of a parameter; cheap enough to be copied in each step."""
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        self.name, self._parameter = name, parameter
-        self._is_sharded = is_sharded(parameter)
-        self._address = -1
-        self._elements: Tensor | None = None  # shares memory with the parameter
-
-    def copy(self) -> Tensor:
-        """Return the elements as they are now."""
-        address = -1 if self._is_sharded else self._parameter.data_ptr()
-        if self._elements is None or address != self._address or address == -1:
-            with torch.no_grad():
-                self._elements = stored_values(self._parameter).detach().reshape(-1)[:_SAMPLE]
-            self._address = address
-        return self._elements.clone()

@@ -17,7 +17,6 @@ from hookline.tensors.sharded import stored_values
 
 _MIN_FEATURES = 4
 _DEAD_STEPS = 3
-_CONSTANT_STEPS = 4
 _EXPERT_STEPS = 8
 
 
@@ -139,49 +138,6 @@ class DeadLayer(Check):
             )
 
 
-class ConstantOutput(Check):
-    """The model gives the same output for all samples.
-
-    Its inputs differ, so something on the way removes them: a softmax over one element, a dead
-    layer, a multiplication by zero.
-
-    Bug:
-        nn.Sequential(nn.Linear(64, 1), nn.Softmax(dim=1))  # always 1
-    Fix: Follow a batch through the model, and look where its samples become equal.
-    Ignore: When the output is not to depend on the input.
-    """
-
-    def on_module_call(self, call: ModuleCall) -> None:
-        if (
-            not call.has_gradients
-            or call.module not in self.view.models
-            or self.view.steps_seen < 2
-        ):
-            return
-        inputs = [x for x in tensors_in((call.args, call.kwargs)) if x.ndim]
-        samples = len(inputs[0]) if inputs else 0
-        outputs = [x.detach() for x in tensors_in(call.output) if x.is_floating_point()]
-        if samples < 4 or not outputs or any(not x.ndim or len(x) != samples for x in outputs):
-            return
-        tensors = [
-            (inputs[0] != inputs[0][:1]).any(),
-            torch.stack([(x != x[:1]).any() for x in outputs]).any(),
-            outputs[0].abs().max(),
-            outputs[0].float().mean(),
-        ]
-        self.read(tensors, self._judge, samples)
-
-    def _judge(self, numbers: list[float], samples: int) -> None:
-        inputs_differ, outputs_differ, largest, mean = numbers
-        is_constant = inputs_differ and not outputs_differ and largest > 0
-        if self.in_a_row(is_constant) >= _CONSTANT_STEPS:
-            self.find(
-                "the model",
-                f"Its outputs were the same for all {samples} samples of a batch (mean {mean:.3g}) "
-                f"in {_CONSTANT_STEPS} steps in a row, though the inputs differ.",
-            )
-
-
 class OneLiveExpert(Check):
     """A router sends all tokens to the same expert.
 
@@ -196,28 +152,21 @@ class OneLiveExpert(Check):
     severity = "warning"
 
     def setup(self) -> None:
-        # The router of a group, and a weight of each expert, or one weight for all of them.
+        # The router of a group, and a weight of each expert.
         self._groups: dict[str, tuple[nn.Module, list[nn.Parameter]]] = {}
         self._tokens: dict[nn.Module, int] = {}  # by router, in the latest due step
         self._alive: dict[str, int] = {}
 
     def on_train_start(self) -> None:
-        names = self.view.module_names
-        for parent, name in names.items():
+        for parent, name in self.view.module_names.items():
+            linears = [m for m in parent.modules() if isinstance(m, nn.Linear)]
             for key, child in parent.named_children():
                 if "expert" in key and isinstance(child, nn.ModuleList) and len(child) > 1:
-                    first = [next(iter(each.parameters()), None) for each in child]
-                    self._add(parent, f"{name}.{key}".strip("."), len(child), first)
-            for key, tensor in parent.named_parameters():
-                if "expert" in key and tensor.ndim == 3:
-                    self._add(parent, f"{name}.{key}".strip("."), len(tensor), [tensor])
-
-    def _add(self, parent: nn.Module, name: str, count: int, weights: list[Any]) -> None:
-        linears = [m for m in parent.modules() if isinstance(m, nn.Linear)]
-        router = next((m for m in linears if m.out_features == count), None)
-        is_trained = all(weight is not None and weight.requires_grad for weight in weights)
-        if router is not None and is_trained:
-            self._groups.setdefault(name, (router, weights))
+                    weights = [next(iter(each.parameters()), None) for each in child]
+                    router = next((m for m in linears if m.out_features == len(child)), None)
+                    known = [p for p in weights if p is not None and p.requires_grad]
+                    if router is not None and len(known) == len(child):
+                        self._groups[f"{name}.{key}".strip(".")] = router, known
 
     def on_module_call(self, call: ModuleCall) -> None:
         if self._groups and call.has_gradients and isinstance(call.output, Tensor):
@@ -226,18 +175,15 @@ class OneLiveExpert(Check):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """See which experts have gradients; one that was not called has none at all."""
         for name, (router, weights) in self._groups.items():
-            gradients: list[Any] = [weight.grad for weight in weights]
-            known = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            count = len(weights) if len(weights) > 1 else len(weights[0])
-            if not known or self._tokens.get(router, 0) < 4 * count * count:
+            known = [weight.grad is not None for weight in weights]
+            if not any(known) or self._tokens.get(router, 0) < 4 * len(weights) ** 2:
                 continue
-            if len(weights) > 1 and (len(known) < 2 or not self.view.is_due):
-                self._judge([[float(i in known) for i in range(count)]], name)
-            elif self.view.is_due:
+            if sum(known) == 1 or not self.view.is_due:
+                self._judge([[float(is_known) for is_known in known]], name)
+            else:
                 none = torch.zeros((), device=weights[0].device)
-                found = [none if g is None else stored_values(g).abs().max() for g in gradients]
-                if len(weights) == 1:
-                    found = list(stored_values(gradients[0]).abs().flatten(1).amax(1))
+                grads: list[Any] = [weight.grad for weight in weights]
+                found = [none if g is None else stored_values(g).abs().max() for g in grads]
                 self.read([torch.stack(found)], self._judge, name)
 
     def _judge(self, numbers: list[Any], name: str) -> None:

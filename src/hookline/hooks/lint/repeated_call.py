@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -37,15 +36,12 @@ class RepeatableCall:
         args: the inputs by position; tensors are copies.
         kwargs: the inputs by name.
         targets: what the loss functions of the step got as targets.
-        shared: what one check has computed and another uses, by name.
     """
 
     def __init__(self, call: ModelCall, targets: list[Tensor]) -> None:
         self._call = call
         self.args, self.kwargs = map_tensors((call.args, call.kwargs), lambda x: x.detach().clone())
         self.targets = targets
-        self.shared: dict[str, Any] = {}
-        self._unchanged: _SharingCopy | None = None  # a copy that can be used again
 
     @property
     def device(self) -> torch.device:
@@ -84,166 +80,70 @@ class RepeatableCall:
     def run_with(self, change: Callable[[Tensor], Tensor]) -> Any:
         """Return what the model returns, in eval mode, for tensors that `change` returns."""
         args, kwargs = map_tensors((self.args, self.kwargs), change)
-        return self.run(args, kwargs)
+        return self._run(args, kwargs)
+
+    def run(self, seed: int = 0) -> Any:
+        """Return what the model returns in eval mode, starting with random numbers of a seed."""
+        return self._run(self.args, self.kwargs, seed)
+
+    def _run(self, args: Any, kwargs: Any, seed: int = 0) -> Any:
+        """Call a new copy of the model.
+
+        Raises:
+            CannotRepeatError: it cannot be called without an effect on training, or fails.
+        """
+        model, parameters = self._copy()
+        with self._apart(seed), only_compute(self._call, parameters):
+            return model.eval()(*args, **kwargs)
 
     def ignores(self, layer: torch.nn.Module) -> Tensor | None:
         """Return whether a layer's output stays the same when its weight changes, in a copy.
 
-        The layer of the copy has a weight of its own, and is called before the change, too, as
-        caches are made then. Each call ends behind the layer. None if the layer was not called, or
-        two equal calls differ in shape.
+        The layer is called twice before the change, as caches are made then. None if it was not
+        called, or equal calls differ in shape.
         """
-        modules = {id(m): name for name, m in unwrap_module(self._call.model).named_modules()}
-        outputs: list[Tensor] = []
-        with self._copy() as copy:
-            model = copy.model
-            own: Any = dict(model.named_modules()).get(modules.get(id(layer), "-"))
-            if own is None:
-                return None
-            model.train()
-            buffers = [(m, name, x) for m in model.modules() for name, x in m._buffers.items()]
-            weight, handle = own.weight, own.register_forward_hook(_leave_forward)
-            own.weight = torch.nn.Parameter(weight.detach().clone(), False)
-            with torch.no_grad(), self._apart(), only_compute(self._call, copy.parameters):
-                for i in range(3):
-                    for module, name, buffer in buffers:
-                        module._buffers[name] = None if buffer is None else buffer.clone()
-                    _seed(self._devices, 0)
-                    try:
-                        model(*self.args, **self.kwargs)
-                        break  # without the layer
-                    except _LayerReached as reached:
-                        outputs.append(reached.output)
-                    if i == 1:
-                        values = torch.linspace(-1.5, 1.5, own.weight.numel()).to(own.weight)
-                        own.weight.copy_(values.view_as(own.weight))
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
-            own.weight = weight
-            handle.remove()
-        if len(outputs) < 3 or not all(isinstance(x, Tensor) for x in outputs):
+        names = {id(m): name for name, m in unwrap_module(self._call.model).named_modules()}
+        model, parameters = self._copy()
+        own: Any = dict(model.named_modules()).get(names.get(id(layer), "-"))
+        if own is None:
             return None
-        one, two, three = outputs
+        outputs: list[list[Any]] = [[], [], []]
+        own.weight = torch.nn.Parameter(own.weight.detach().clone(), False)
+        for i, seen in enumerate(outputs):
+            handle = own.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out))
+            with self._apart(), only_compute(self._call, parameters):
+                if i == 2:
+                    values = torch.linspace(-1.5, 1.5, own.weight.numel()).to(own.weight)
+                    own.weight.copy_(values.view_as(own.weight))
+                model.train()(*self.args, **self.kwargs)
+            handle.remove()
+        if not all(seen and isinstance(seen[0], Tensor) for seen in outputs):
+            return None
+        one, two, three = (seen[0] for seen in outputs)
         if one.shape != three.shape or not one.numel() or not one.is_floating_point():
             return None
         is_same = (two - three).abs().max() <= 1e-4 * two.abs().max()
         return (one == two).all() & is_same & (two != 0).any()
 
-    def run(
-        self,
-        args: Any = None,
-        kwargs: Any = None,
-        *,
-        train: bool = False,
-        gradients: bool = False,
-        seed: int = 0,
-    ) -> Any:
-        """Return what the model returns for these inputs, by default those of the call.
-
-        Calls with one seed start with the same random numbers, all with copies of the buffers.
-
-        Raises:
-            CannotRepeatError: it cannot be called without an effect on training, or fails.
-        """
+    def _copy(self) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
+        """Return a copy of the model, without hooks, that shares the parameters returned."""
         _check_memory(self.device)
-        args = self.args if args is None else args
-        kwargs = self.kwargs if kwargs is None else kwargs
-        with (
-            self._copy() as copy,
-            torch.set_grad_enabled(gradients),
-            self._apart(seed),
-            only_compute(self._call, copy.parameters),
-        ):
-            copy.model.train(train)
-            return copy.model(*args, **kwargs)
-
-    @contextmanager
-    def _copy(self) -> Generator[_SharingCopy, None, None]:
-        """Use a copy of the model that no call has changed; copying takes as long as a forward."""
-        copy, self._unchanged = self._unchanged or _SharingCopy(self._call.model), None
-        yield copy
-        if copy.is_unchanged:
-            self._unchanged = copy
-
-    @property
-    def _devices(self) -> set[torch.device]:
-        return {torch.device("cpu"), self.device}
+        model, parameters = copy_sharing_parameters(self._call.model)
+        _drop_hooks(model)
+        return model, parameters
 
     @contextmanager
     def _apart(self, seed: int = 0) -> Generator[None, None, None]:
         """Draw random numbers of a generator that is put back afterwards."""
-        states = [(device, random_state(device)) for device in self._devices]
+        devices = {torch.device("cpu"), self.device}
+        states = [(device, random_state(device)) for device in devices]
         try:
-            _seed(self._devices, seed)
-            yield
+            _seed(devices, seed)
+            with torch.no_grad():
+                yield
         finally:
             for device, state in states:
                 restore_random_state(state, device)
-
-
-class _SharingCopy:
-    """A copy of a model that shares its parameters, without the hooks of users.
-
-    Attributes:
-        model: the copy.
-        parameters: those that both have.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.parameters = copy_sharing_parameters(model)
-        _drop_hooks(self.model)
-        self._before = self._describe()
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether calls have surely changed nothing but what each call sets."""
-        return self._before is not None and self._before == self._describe()
-
-    def _describe(self) -> list[Any] | None:
-        """Return what all modules have; None if a call might change some of it in place."""
-        try:
-            return [
-                [(name, _value_of(name, value)) for name, value in vars(module).items()]
-                for module in self.model.modules()
-            ]
-        except TypeError:
-            return None
-
-
-_OF_MODULES = frozenset(vars(torch.nn.Module())) - {"_parameters", "_buffers", "_modules"}
-_CONSTANT = (
-    *(int, float, str, bytes, type(None), torch.dtype, torch.device),
-    *(type, FunctionType, BuiltinFunctionType),  # which no copy of a model has of its own
-)
-
-
-def _value_of(name: str, value: Any) -> Any:
-    """Return what an attribute of a module is equal to while it is unchanged.
-
-    Raises:
-        TypeError: it might be changed without being replaced.
-    """
-    if name in _OF_MODULES:
-        return None  # the mode, and hooks
-    if name in ("_parameters", "_buffers", "_modules"):
-        return [(key, id(x), getattr(x, "_version", 0)) for key, x in value.items()]
-    if isinstance(value, _CONSTANT):
-        return value
-    if isinstance(value, tuple) or type(value) is list:
-        return [_value_of("", each) for each in value]
-    raise TypeError(name)
-
-
-class _LayerReached(BaseException):
-    """Ends a forward behind a layer; code that handles exceptions does not see it."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-
-def _leave_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
-    raise _LayerReached(output)
 
 
 def _seed(devices: Iterable[torch.device], seed: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data.distributed import DistributedSampler
 
 from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.torch_watch import LoadedBatch, ModuleCall
@@ -22,36 +21,34 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class ReplicasDiffer(Check):
-    """A weight that all processes should have equally differs between them.
+    """Weights that all processes should have equally differ between them.
 
-    Data-parallel processes apply the same gradients to the same weights, so their weights stay
-    equal bit for bit. Once a weight differs, each process trains another model, and only that of
-    rank 0 is saved.
+    The same gradients of the same weights keep them equal bit for bit. Once one differs, each
+    process trains another model. Statistics of BatchNorm that differ, where all processes evaluate
+    the model, are a warning.
 
     Bug:
-        # the gradients are averaged, but every process has its own initial weights
         torch.manual_seed(rank)
-        model = Net()
-        ...
-        for p in model.parameters():
-            dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)
-        optimizer.step()
-    Fix: Wrap the model in `DistributedDataParallel`, call the wrapper and not its `.module`, start
-        from the same weights, and change weights by the same numbers on all ranks.
+        model = Net()  # the gradients are averaged, but each process has its own initial weights
+    Fix: Wrap the model in `DistributedDataParallel` with `broadcast_buffers`, and call the wrapper,
+        not its `.module`.
     Ignore: When processes train different models on purpose.
     """
+
+    needs_ranks = True
 
     def setup(self) -> None:
         self._samples: dict[tuple[str, str], Tensor] = {}  # by kind and name
         self._start: dict[str, int] = {}
         self._bypassed: set[int] | None = None  # parameters of wrappers that are not called
+        self._has_evaluated = False
 
     def on_train_start(self) -> None:
-        if self.view.ranks == 1:
-            self.left_out = "there is one process"
-            return
         self._sample_weights("start")
         self._read(self._keep_start)
+
+    def on_model_call(self, call: ModuleCall) -> None:
+        self._has_evaluated |= not (call.has_gradients or call.module.training)
 
     def _sample_weights(self, kind: str) -> None:
         for place in _replicated(self.view):
@@ -83,38 +80,49 @@ class ReplicasDiffer(Check):
         self.on_train_end()
 
     def on_train_end(self) -> None:
+        model = self.view.model
         if self._bypassed is None:
-            self._bypassed = _parameters_of_other_wrappers(self.view.model)
+            self._bypassed = _parameters_of_other_wrappers(model)
         self._sample_weights("weights")
+        is_synced = isinstance(model, DistributedDataParallel) and _broadcasts_buffers(model)
+        for module, name in {} if is_synced else self.view.module_names.items():
+            if type(module) in _BATCH_NORMS and isinstance(module.running_mean, Tensor):
+                self._samples["statistics", name] = self.sample(module.running_mean)
         self._read(self._exchange)
 
     def _exchange(self, values: list[list[float]], keys: list[tuple[str, str]]) -> None:
-        mine: dict[str, dict[str, int]] = {kind: {} for kind in ("weights", "computed", "used")}
-        mine["start"] = self._start
+        mine: dict[str, Any] = {"start": self._start, "has evaluated": self._has_evaluated}
+        mine |= {kind: {} for kind in ("weights", "computed", "used", "statistics")}
         for (kind, name), value in zip(keys, values, strict=True):
-            if kind == "weights" or any(value if isinstance(value, list) else [value]):
+            is_gradient = kind in ("computed", "used")
+            if not is_gradient or any(value if isinstance(value, list) else [value]):
                 mine[kind][name] = _hash(value)
         self.view.compare_ranks(self.id, mine, self._judge)
 
-    def _judge(self, ranks: list[dict[str, dict[str, int]]]) -> None:
-        started, agree = _agreeing(ranks, "start"), _agreeing(ranks, "weights")
+    def _judge(self, ranks: list[dict[str, Any]]) -> None:
+        known = set.intersection(*(set(rank["weights"]) for rank in ranks))
+        agree = _agreeing(ranks, "weights") | _agreeing(ranks, "statistics")
+        different = [name for name in ranks[0]["weights"] if name in known - agree]
+        if different:
+            self._judge_weights(ranks, different, len(known))
+        statistics = [name for name in ranks[0]["statistics"] if name not in agree]
+        if statistics and not different and all(rank["has evaluated"] for rank in ranks):
+            self.find(
+                statistics,
+                f"The running statistics of {len(statistics)} BatchNorm modules differ between "
+                f"{len(ranks)} processes, and all of them evaluate the model.",
+                severity="warning",
+            )
+
+    def _judge_weights(self, ranks: list[Any], different: list[str], count: int) -> None:
+        started = _agreeing(ranks, "start")
         # Equal gradients of equal weights: every rank computes them for its own replica.
         same_gradients = _agreeing(ranks, "used") | (_agreeing(ranks, "computed") & started)
-        known = set.intersection(*(set(rank["weights"]) for rank in ranks))
-        different = [name for name in ranks[0]["weights"] if name in known - agree]
-        if not different:
-            return
-        most_agree = 2 * len(different) <= len(known)
         wrapped = self._bypassed or set()
         bypassed = {place.name for place in self.view.parameters if id(place.tensor) in wrapped}
-        if isinstance(self.view.model, DistributedDataParallel):
-            found = different
-        else:
-            found = [
-                name
-                for name in different
-                if name in same_gradients | bypassed or (most_agree and name in started)
-            ]
+        sure = same_gradients | bypassed | (started if 2 * len(different) <= count else set())
+        is_ddp = isinstance(self.view.model, DistributedDataParallel)
+        found = [name for name in different if is_ddp or name in sure]
         if not found:
             return
         why = "and so do their gradients"
@@ -124,104 +132,9 @@ class ReplicasDiffer(Check):
             why = "as what is inside DistributedDataParallel is called, not the wrapper"
         self.find(
             found,
-            f"{len(found)} of {len(known)} weights differ between {len(ranks)} processes after "
-            f"this step, {why}.",
+            f"{len(found)} of {count} weights differ between {len(ranks)} processes after this "
+            f"step, {why}.",
         )
-
-
-class BatchNormStatisticsDiffer(Check):
-    """The ranks evaluate the model with different BatchNorm statistics.
-
-    Each process updates the running statistics from its own batches. Without
-    `DistributedDataParallel`'s broadcast they drift apart, so that every rank evaluates another
-    model, and a mean of their metrics belongs to none.
-
-    Bug:
-        model = DistributedDataParallel(model, broadcast_buffers=False)
-        ...
-        metric = all_reduce(evaluate(model))
-    Fix: Leave `broadcast_buffers` on, use `SyncBatchNorm`, or evaluate on rank 0 only.
-    Ignore: When only one rank's evaluation is used.
-    """
-
-    severity = "warning"
-
-    def setup(self) -> None:
-        self._has_evaluated = False
-
-    def on_train_start(self) -> None:
-        wrapped = isinstance(self.view.model, DistributedDataParallel)
-        if self.view.ranks == 1:
-            self.left_out = "there is one process"
-        elif wrapped and _broadcasts_buffers(self.view.model):
-            self.left_out = "DistributedDataParallel broadcasts the buffers"
-
-    def on_model_call(self, call: ModuleCall) -> None:
-        if not call.has_gradients and not call.module.training:
-            self._has_evaluated = True
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        names = self.view.module_names
-        norms: list[Any] = [m for m in self.view.model.modules() if type(m) in _BATCH_NORMS]
-        norms = [m for m in norms if isinstance(m.running_mean, Tensor)]
-        weights = [p.tensor for p in self.view.parameters if not needs_collective(p.tensor)][:8]
-        read = [self.sample(m.running_mean) for m in norms]
-        read += [self.sample(weight) for weight in weights]
-        self.read(read, self._exchange, [names[m] for m in norms])
-
-    def _exchange(self, values: list[list[float]], names: list[str]) -> None:
-        statistics = dict(zip(names, map(_hash, values), strict=False))
-        weights = [_hash(value) for value in values[len(names) :]]
-        mine = {"statistics": statistics, "weights": weights, "evaluated": self._has_evaluated}
-        self.view.compare_ranks(self.id, mine, self._judge)
-
-    def _judge(self, ranks: list[dict[str, Any]]) -> None:
-        are_replicas = all(rank["weights"] == ranks[0]["weights"] for rank in ranks)
-        if not are_replicas or not all(rank["evaluated"] for rank in ranks):
-            return
-        agree = _agreeing(ranks, "statistics")
-        different = [name for name in ranks[0]["statistics"] if name not in agree]
-        if different:
-            self.find(
-                different,
-                f"The running statistics of {len(different)} BatchNorm modules differ between "
-                f"{len(ranks)} processes, and all of them evaluate the model.",
-            )
-
-
-class SamplerSeedsDiffer(Check):
-    """The samplers of the ranks shuffle with different seeds.
-
-    A `DistributedSampler` gives each rank every n-th sample of one order. Ranks with orders of
-    their own see some samples twice in an epoch, and others never.
-
-    Bug:
-        DistributedSampler(dataset, seed=seed + rank)
-    Fix: Give the samplers of all ranks the same seed.
-    Ignore: Never seen on purpose.
-    """
-
-    def setup(self) -> None:
-        self._seeds: list[int] = []
-        if self.view.ranks == 1:
-            self.left_out = "there is one process"
-
-    def on_loader_start(self, loader: Any, iterator: Any) -> None:
-        sampler: Any = getattr(loader, "sampler", None)
-        is_split = isinstance(sampler, DistributedSampler) and sampler.shuffle
-        if is_split and sampler.num_replicas == self.view.ranks:
-            self._seeds.append(sampler.seed)
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        if self._seeds:
-            self.view.compare_ranks(self.id, self._seeds[:1], self._judge)
-
-    def _judge(self, ranks: list[list[int]]) -> None:
-        seeds = [rank[0] for rank in ranks]
-        if len(set(seeds)) > 1:
-            self.find("DistributedSampler", f"Its seeds on the ranks are {seeds}.")
 
 
 class SameDataOnAllRanks(Check):
@@ -237,15 +150,13 @@ class SameDataOnAllRanks(Check):
     Ignore: When processes share a batch on purpose, as in tensor parallelism.
     """
 
+    needs_ranks = True
+
     def setup(self) -> None:
         self._batch: LoadedBatch | None = None
         self._trained: list[Tensor] = []
         self._loader = ""
         self._seen: set[int] = set()
-
-    def on_train_start(self) -> None:
-        if self.view.ranks == 1:
-            self.left_out = "there is one process"
 
     @in_due_steps
     def on_batch_loaded(self, loaded: LoadedBatch) -> None:

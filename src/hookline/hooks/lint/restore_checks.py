@@ -11,7 +11,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hookline.hooks.lint.average_checks import search_averages
 from hookline.hooks.lint.finding import Check
-from hookline.hooks.lint.torch_watch import WeightsLoaded
 from hookline.tensors.sharded import is_sharded
 
 _MAX_DEPTH = 3
@@ -140,7 +139,31 @@ class OptimizerStateLostAfterLoading(Check):
         self.find(type(optimizer).__name__, f"The state that was loaded {problem}.")
 
 
-class ScheduleRestarted(Check):
+class _RateCheck(Check):
+    """Keeps the learning rates of states that are loaded into optimizers with moments."""
+
+    severity = "warning"
+
+    def setup(self) -> None:
+        self._rates: dict[int, list[Any]] = {}
+
+    def on_state_loaded(self, target: Any, state: Any) -> None:
+        if isinstance(target, LRScheduler):
+            self._rates.pop(id(target.optimizer), None)
+        elif isinstance(target, torch.optim.Optimizer) and not _is_empty(_saved_moments(state)):
+            self._rates[id(target)] = [group.get("lr") for group in state["param_groups"]]
+
+    def on_step_after_loading(self, optimizer: Any) -> None:
+        rates = self._rates.pop(id(optimizer), None)
+        if rates and all(isinstance(rate, float) for rate in rates):
+            now = [group.get("lr") for group in optimizer.param_groups]
+            self.compare(optimizer, rates, now)
+
+    def compare(self, optimizer: Any, rates: list[float], now: list[float]) -> None:
+        """Compare the loaded rates with those of the first step."""
+
+
+class ScheduleRestarted(_RateCheck):
     """The optimizer continues, but its learning rate schedule starts from the beginning.
 
     Making a scheduler sets the learning rate to that of its first step. After resuming, its own
@@ -153,29 +176,10 @@ class ScheduleRestarted(Check):
     Ignore: When a new schedule begins on purpose.
     """
 
-    severity = "warning"
-
-    def setup(self) -> None:
-        self._rates: dict[int, list[float]] = {}
-        self._loaded_schedulers: set[int] = set()
-        self._is_done = False
-
-    def on_state_loaded(self, target: Any, state: Any) -> None:
-        if isinstance(target, LRScheduler):
-            self._loaded_schedulers.add(id(target.optimizer))
-        elif isinstance(target, torch.optim.Optimizer) and not _is_empty(_saved_moments(state)):
-            groups = state["param_groups"]
-            if all(isinstance(group.get("lr"), float) for group in groups):
-                self._rates[id(target)] = [group["lr"] for group in groups]
-
-    def on_step_after_loading(self, optimizer: Any) -> None:
-        rates = self._rates.pop(id(optimizer), None)
-        if rates is None or id(optimizer) in self._loaded_schedulers:
-            return
-        groups = optimizer.param_groups
-        now = [group["lr"] for group in groups]
-        is_at_start = all(group.get("initial_lr") == group["lr"] for group in groups)
-        if is_at_start and now != rates and all("initial_lr" in group for group in groups):
+    def compare(self, optimizer: Any, rates: list[float], now: list[float]) -> None:
+        """Compare with the rates at the start of a schedule."""
+        start = [group.get("initial_lr") for group in optimizer.param_groups]
+        if start == now != rates:
             self.find(
                 f"learning rate of {type(optimizer).__name__}",
                 f"The state that was loaded has the learning rate {rates[0]:.3g}, but the first "
@@ -183,7 +187,7 @@ class ScheduleRestarted(Check):
             )
 
 
-class LearningRateOfOldRun(Check):
+class LearningRateOfOldRun(_RateCheck):
     """A checkpoint has brought back a higher learning rate than the optimizer was made with.
 
     `load_state_dict` also loads the learning rates. Without a scheduler that sets them, the rate
@@ -196,33 +200,16 @@ class LearningRateOfOldRun(Check):
     Ignore: When the checkpoint's learning rate is meant.
     """
 
-    severity = "warning"
-
-    def setup(self) -> None:
-        self._loaded: dict[int, float] = {}  # by optimizer: the rate of the file
-
-    def on_state_loaded(self, target: Any, state: Any) -> None:
-        if isinstance(target, LRScheduler):
-            self._loaded.pop(id(target.optimizer), None)
-        elif isinstance(target, torch.optim.Optimizer) and not _is_empty(_saved_moments(state)):
-            rates = {group.get("lr") for group in state["param_groups"]}
-            has_schedule = any("initial_lr" in group for group in state["param_groups"])
-            rate = next(iter(rates))
-            if len(rates) == 1 and isinstance(rate, float) and not has_schedule:
-                self._loaded[id(target)] = rate
-
-    def on_step_after_loading(self, optimizer: Any) -> None:
-        rate: Any = self._loaded.pop(id(optimizer), 0)
-        asked: Any = getattr(optimizer, "defaults", {}).get("lr")
-        groups = optimizer.param_groups
-        is_unscheduled = not any("initial_lr" in group for group in groups)
-        is_loaded = all(group.get("lr") == rate for group in groups)
-        is_known = isinstance(rate, float) and isinstance(asked, float)
-        if is_known and is_unscheduled and is_loaded and rate > asked > 0:
+    def compare(self, optimizer: Any, rates: list[float], now: list[float]) -> None:
+        """Compare with the rate that the optimizer was made with."""
+        asked = getattr(optimizer, "defaults", {}).get("lr")
+        is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        is_one = isinstance(asked, float) and len(set(rates)) == 1 and now == rates
+        if is_one and not is_scheduled and rates[0] > asked > 0:
             self.find(
                 f"learning rate of {type(optimizer).__name__}",
                 f"The optimizer was made with the learning rate {asked:.3g}, but the state that "
-                f"was loaded has {rate:.3g}, which is used.",
+                f"was loaded has {rates[0]:.3g}, which is used.",
             )
 
 
@@ -235,13 +222,15 @@ class NothingLoaded(Check):
     Ignore: When the state is that of another model on purpose.
     """
 
-    def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
-        missing = getattr(loaded.result, "missing_keys", [])
-        unexpected = getattr(loaded.result, "unexpected_keys", [])
-        own, given = len(_tensors_of(loaded.module)), len(loaded.state)
+    def on_weights_loaded(
+        self, module: nn.Module, state: Any, result: Any, is_assigned: bool
+    ) -> None:
+        missing = getattr(result, "missing_keys", [])
+        unexpected = getattr(result, "unexpected_keys", [])
+        own, given = len(_tensors_of(module)), len(state)
         if own and given and len(missing) >= own and len(unexpected) == given:
             self.find(
-                type(loaded.module).__name__,
+                type(module).__name__,
                 f"load_state_dict found none of its {own} keys (such as '{missing[0]}') among the "
                 f"{given} of the state (such as '{unexpected[0]}'), and loaded nothing.",
             )
@@ -261,64 +250,21 @@ class StateIsReference(Check):
     Ignore: When the state is loaded only to call hooks.
     """
 
-    def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
-        if loaded.is_assigned:
-            return
-        own = _tensors_of(loaded.module)
+    def on_weights_loaded(
+        self, module: nn.Module, state: Any, result: Any, is_assigned: bool
+    ) -> None:
+        own = {} if is_assigned or self.view.steps_seen == 1 else _tensors_of(module)
         pairs = [
             (value, own[key])
-            for key, value in loaded.state.items()
-            if isinstance(value, Tensor) and isinstance(own.get(key), Tensor) and value.numel()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and key in own and value.numel()
         ]
         is_same = [a.data_ptr() == b.data_ptr() != 0 for a, b in pairs if a.device == b.device]
-        if self.view.steps_seen > 1 and is_same and all(is_same) and not is_sharded(pairs[0][0]):
+        if is_same and all(is_same) and not is_sharded(pairs[0][0]):
             self.find(
-                f"load_state_dict of {type(loaded.module).__name__}",
+                f"load_state_dict of {type(module).__name__}",
                 f"All {len(is_same)} tensors of the state are those of the module itself, as they "
                 f"are after {self.view.steps_seen - 1} steps.",
-            )
-
-
-class WeightsReplacedAfterLoading(Check):
-    """Weights were loaded, and training starts from others.
-
-    Bug:
-        model.load_state_dict(torch.load(path))
-        model.apply(init_weights)
-    Fix: Load the weights last, after everything that initialises the model.
-    Ignore: When loaded weights are changed on purpose.
-    """
-
-    def setup(self) -> None:
-        self._loaded: list[tuple[Tensor, Tensor, str]] = []  # parameter, values, name
-
-    def on_weights_loaded(self, loaded: WeightsLoaded) -> None:
-        if self.view.steps_seen > 1:
-            return
-        own = {id(place.tensor): place for place in self.view.parameters}
-        for key, parameter in loaded.module.named_parameters():
-            value = loaded.state.get(key)
-            is_matrix = isinstance(value, Tensor) and value.ndim > 1 and not is_sharded(parameter)
-            if is_matrix and id(parameter) in own and value.shape == parameter.shape:
-                row = (parameter, self.sample(value).to(parameter.device), own[id(parameter)].name)
-                self._loaded.append(row)
-
-    def on_step_after_loading(self, optimizer: Any) -> None:
-        loaded, self._loaded = {id(row[0]): row for row in self._loaded}, []
-        if len(loaded) > 1 and self.view.steps_seen == 1:
-            same = [
-                (self.sample(parameter) == values.to(parameter.dtype)).any()
-                for parameter, values, _ in loaded.values()
-            ]
-            self.read(same, self._judge, [name for _, _, name in loaded.values()])
-
-    def _judge(self, same: list[float], names: list[str]) -> None:
-        changed = [name for name, is_same in zip(names, same, strict=True) if not is_same]
-        if len(changed) > len(names) / 2:
-            self.find(
-                changed,
-                f"{len(changed)} of {len(names)} matrices that load_state_dict has set had other "
-                "values before the first step, in all sampled elements.",
             )
 
 

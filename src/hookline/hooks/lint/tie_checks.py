@@ -15,10 +15,8 @@ _MIN_ELEMENTS = 64  # fewer may be equal by chance
 class WeightsUntied(Check):
     """Two modules that shared a weight have one each.
 
-    An output layer is often tied to the embedding: both are one tensor. Loading with `assign=True`,
-    wrapping or sharding each module, or `to_empty` can make two tensors of it. They start with the
-    same values, get different gradients and drift apart; the model has more parameters than it
-    should, and a checkpoint keeps only one of them.
+    An output layer is often tied to the embedding. Loading with `assign=True`, sharding each module
+    or `to_empty` can make two tensors of it, which get different gradients and drift apart.
 
     Bug:
         model.head.weight = model.embedding.weight
@@ -53,8 +51,6 @@ class WeightsUntied(Check):
                 [two, one],
                 f"'{one}' and '{two}' began with the same values, but are two tensors that are "
                 "trained apart.",
-                f"Tie them after loading or wrapping the model, before the optimizer is made: "
-                f"give the module of '{two}' the parameter '{one}'.",
             )
 
     @in_due_steps

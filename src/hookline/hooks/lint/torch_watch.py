@@ -71,19 +71,6 @@ class LoadedBatch:
 
 
 @dataclass(eq=False, slots=True)
-class WeightsLoaded:
-    """A call of `load_state_dict` of a module; `result` names missing and unexpected keys.
-
-    With `assign=True`, the module has taken over the tensors of the state.
-    """
-
-    module: nn.Module
-    state: Any
-    result: Any
-    is_assigned: bool
-
-
-@dataclass(eq=False, slots=True)
 class ModuleCall:
     """A call of a module of the model that has returned."""
 
@@ -113,8 +100,7 @@ class TorchWatch:
         self.sees_losses = False
         self._loaders: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
         self._states: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=_MAX_KEPT)
-        self._handles: list[RemovableHandle] = []
-        self._hooked: list[nn.Module] = []
+        self._module_handles: list[tuple[nn.Module, RemovableHandle]] = []
         self._model_handles: list[tuple[nn.Module, RemovableHandle]] = []
         self.is_paused = self._has_batch = False
 
@@ -164,51 +150,39 @@ class TorchWatch:
         torch_patch.remove(self)
         clip_patch.remove(self)
         self.leave_modules()
-        while self._model_handles:
-            model, handle = self._model_handles.pop()
-            handle.remove()
-            unhide_hooks(model)
+        _unhook(self._model_handles)
         self._take()
         self.notice, self.wanted = self._keep, _KEPT
-
-    def __deepcopy__(self, memo: Any) -> TorchWatch:
-        return TorchWatch()
 
     def __reduce__(self) -> Any:
         return TorchWatch, ()
 
     def hook_modules(self, models: Iterable[nn.Module], names: dict[nn.Module, str]) -> None:
         """See the calls of whole models, and of layers with parameters, until `leave_modules`."""
-        if self._handles:
+        if self._module_handles:
             return
         models = set(models)
-        callback: Any = ModelCallback(functools.partial(self._after_call, names))
-        for module in names:
-            has_weights = any(True for _ in module.parameters(recurse=False))
-            if not (has_weights or isinstance(module, nn.Linear | _ConvNd) or module in models):
-                continue
-            hide_hooks(module)
-            self._hooked.append(module)
-            self._handles.append(module.register_forward_hook(callback, with_kwargs=True))
+        chosen = [
+            module
+            for module in names
+            if any(True for _ in module.parameters(recurse=False))
+            or isinstance(module, nn.Linear | _ConvNd)
+            or module in models
+        ]
+        self._module_handles += _hook(chosen, functools.partial(self._after_call, names))
+
+    def leave_modules(self) -> None:
+        """See no calls of modules any more."""
+        _unhook(self._module_handles)
 
     def hook_models(self, models: Iterable[nn.Module]) -> None:
         """See the calls of whole models in all steps, until `detach`."""
-        callback: Any = ModelCallback(self._after_model_call)
-        for model in models:
-            hide_hooks(model)
-            handle = model.register_forward_hook(callback, with_kwargs=True)
-            self._model_handles.append((model, handle))
+        self._model_handles += _hook(models, self._after_model_call)
 
     def _after_model_call(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if "on_model_call" in self.wanted and _task_id() == -1:
             call = ModuleCall("", module, args, kwargs, output, torch.is_grad_enabled())
             self._tell("on_model_call", call)
-
-    def leave_modules(self) -> None:
-        """See no calls of modules any more."""
-        while self._handles:
-            self._handles.pop().remove()
-            unhide_hooks(self._hooked.pop())
 
     def _after_call(self, names: Any, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         if _task_id() == -1 and module in names:  # not recomputed by activation checkpointing
@@ -241,6 +215,24 @@ class TorchWatch:
     def _tell(self, point: str, *args: Any) -> None:
         if point in self.wanted and not self.is_paused:
             self.notice(point, *args)
+
+
+def _hook(
+    modules: Iterable[nn.Module], function: Callable[..., None]
+) -> list[tuple[nn.Module, RemovableHandle]]:
+    callback: Any = ModelCallback(function)
+    handles: list[tuple[nn.Module, RemovableHandle]] = []
+    for module in modules:
+        hide_hooks(module)
+        handles.append((module, module.register_forward_hook(callback, with_kwargs=True)))
+    return handles
+
+
+def _unhook(handles: list[tuple[nn.Module, RemovableHandle]]) -> None:
+    while handles:
+        module, handle = handles.pop()
+        handle.remove()
+        unhide_hooks(module)
 
 
 def _tell(point: str, *args: Any) -> None:
@@ -289,10 +281,9 @@ def tied_places(model: nn.Module) -> list[tuple[Place, Place]]:
     found: list[tuple[Place, Place]] = []
     for module in model.modules():
         for name, tensor in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(tensor) in first:
-                found.append((first[id(tensor)], (module, name)))
-            else:
-                first[id(tensor)] = (module, name)
+            place = first.setdefault(id(tensor), (module, name))
+            if place != (module, name):
+                found.append((place, (module, name)))
     return found
 
 
@@ -361,7 +352,7 @@ def _state_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:
     _tell("on_state_loaded", args[0], state)
     if isinstance(args[0], nn.Module):
         is_assigned = bool(kwargs.get("assign", len(args) > 3 and args[3]))
-        _tell("on_weights_loaded", WeightsLoaded(args[0], state, result, is_assigned))
+        _tell("on_weights_loaded", args[0], state, result, is_assigned)
 
 
 def _file_loaded(name: str, result: Any, args: Any, kwargs: Any) -> None:

@@ -32,7 +32,6 @@ class ParameterPlace:
 
     name: str
     tensor: nn.Parameter
-    module_name: str
     module: nn.Module
     attribute: str
 
@@ -135,14 +134,11 @@ class TrainingView:
         ids = tuple(map(id, self.model.parameters()))
         if ids != self._ids:
             names = named_parameters(self.model, None)
-            modules = {place.full_name: place.name for place in module_places(self.model)}
             found: dict[int, ParameterPlace] = {}
-            for full_name, module in self.model.named_modules():
-                own_name = modules.get(full_name, full_name)
+            for module in self.model.modules():
                 for attribute, tensor in module.named_parameters(recurse=False):
                     if id(tensor) in names and id(tensor) not in found:
-                        name = names[id(tensor)]
-                        place = ParameterPlace(name, tensor, own_name, module, attribute)
+                        place = ParameterPlace(names[id(tensor)], tensor, module, attribute)
                         found[id(tensor)] = place
             self._ids, self._places = ids, list(found.values())
         return self._places

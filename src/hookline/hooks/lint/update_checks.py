@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
@@ -11,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.optim import SGD, Adam, AdamW
 
 from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.step_samples import EXACT, StepSample
+from hookline.hooks.lint.step_samples import StepSample
 from hookline.hooks.lint.torch_watch import ModuleCall
 from hookline.hooks.lint.training_view import FIRST_STEPS, ParameterPlace, TrainingView
 from hookline.tensors.nested import tensors_in
@@ -24,7 +24,6 @@ _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
 _FEW_UNTRAINED = 0.5  # elements that no optimizer has, per element that one has
 _MAX_UNTRAINED = 3.0  # the same, where parameters of the same kind are trained
-_TOLERANCE = 0.05  # of an update
 _ROUNDED_AWAY = 0.9  # of all elements
 _IN_A_ROW = 3
 _MANY_IN_A_ROW = 5
@@ -32,74 +31,33 @@ _MAX_CALLS = 2000
 _MAX_CHANGED = 8  # weights that an active check changes in a copy
 
 
-class _UntrainedCheck(Check):
-    """Follows parameters that get gradients, are in no optimizer, and do not change."""
+class _Untrained(NamedTuple):
+    """A parameter that no optimizer has, and some of its values in an early step."""
 
-    steps = _IN_A_ROW
-
-    def setup(self) -> None:
-        self._first: dict[int, tuple[str, Any, Tensor, int]] = {}  # name, it, values, step
-        self._gradients: dict[int, Tensor] = {}  # their sums of magnitudes
-        self._optimizer: Any = None
-
-    def follow(self, name: str, parameter: Tensor) -> None:
-        """Keep the values of a parameter that should change."""
-        row = (name, parameter, self.sample(parameter), self.view.steps_seen)
-        self._first.setdefault(id(parameter), row)
-
-    @in_due_steps
-    def on_after_optimizer_step(self, optimizer: Any) -> None:
-        for key, (_, parameter, _, _) in self._first.items():
-            if parameter.grad is not None:
-                self._gradients[key] = self.sample(parameter.grad).abs().sum()
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        gradients, self._gradients = self._gradients, {}
-        if not self._first:
-            return
-        held = self.view.optimized()
-        self._first = {key: row for key, row in self._first.items() if key not in held}
-        if self.view.steps_seen > FIRST_STEPS or not self._first:
-            self._first = {}
-            return
-        ripe = [
-            (name, p, values)
-            for key, (name, p, values, step) in self._first.items()
-            if self.view.steps_seen - step >= self.steps - 1 and key in gradients
-        ]
-        if ripe:
-            same = [(self.sample(p) == values).all() for _, p, values in ripe]
-            sums = [gradients[id(p)] for _, p, _ in ripe]
-            self.read([*same, *sums], self._judge, [(name, p) for name, p, _ in ripe])
-
-    def _judge(self, numbers: list[float], parameters: list[tuple[str, Any]]) -> None:
-        count = len(parameters)
-        rows = zip(parameters, numbers[:count], numbers[count:], strict=True)
-        stuck = [(name, p, gradient) for (name, p), same, gradient in rows if same and gradient > 0]
-        if stuck and not _is_held_by_unseen([p for _, p, _ in stuck], self.view.optimizers):
-            self.judge_stuck(stuck)
-
-    def judge_stuck(self, stuck: list[tuple[str, Any, float]]) -> None:
-        """Judge parameters that have not changed: name, parameter, sum of the gradient."""
+    name: str
+    parameter: Tensor
+    values: Tensor
+    step: int
 
 
-class ParameterNotInOptimizer(_UntrainedCheck):
+class ParameterNotInOptimizer(Check):
     """A parameter gets gradients, but no optimizer has it, so it keeps its initial value.
 
-    The loss reaches it, and parameters that were used before it (or in the same layer) are trained:
-    this is no frozen backbone under a trained head. Also found: modules in a plain Python list,
-    which `model.parameters()` does not contain.
+    It is in a plain list, was left out, or replaced another one after the optimizer was made (a new
+    head, wrapping, `to_empty`). A frozen backbone under a trained head is no finding.
 
     Bug:
         self.blocks = [Block() for _ in range(4)]  # no nn.ModuleList
         optimizer = AdamW(model.parameters())
-    Fix: Register modules (`nn.ModuleList`), and give the optimizer all parameters. Set
-        `requires_grad_(False)` for those that are not to be trained.
-    Ignore: When you train a part of the model on purpose and leave `requires_grad` of the rest on.
+    Fix: Register modules (`nn.ModuleList`), and give the optimizer all final parameters.
+    Ignore: When you train a part on purpose and leave `requires_grad` of the rest on.
     """
 
-    _has_frozen = False
+    def setup(self) -> None:
+        self._first: dict[int, _Untrained] = {}
+        self._gradients: dict[int, Tensor] = {}  # their sums of magnitudes
+        self._replaced: set[int] = set()
+        self._has_frozen = False
 
     @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
@@ -111,111 +69,106 @@ class ParameterNotInOptimizer(_UntrainedCheck):
             return
         # All are suspected if the loss reaches nothing that an optimizer has, or if parameters were
         # frozen after the optimizer was made: then those that are not frozen are to be trained.
-        suspected = set(graph.leaves)
-        self._has_frozen = _has_frozen(self.view.parameters, held)
+        suspected, places = set(graph.leaves), self.view.parameters
+        self._has_frozen = any(
+            id(place.tensor) in held and not place.tensor.requires_grad for place in places
+        )
         if suspected & held.keys() and not self._has_frozen:
             suspected = graph.reached_after(set(held))
-        names = {id(place.tensor): place.name for place in self.view.parameters}
+        names = {id(place.tensor): place.name for place in places}
         if any(key in held and key not in names for key in graph.leaves):
             return  # inputs are trained: the model is a function that stays as it is
         for key in (*names, *(key for key in graph.leaves if key not in names)):
             if key in suspected and key not in held:
                 name = names.get(key) or _name_in_list(self.view.model, graph.leaves[key])
                 if name is not None:
-                    self.follow(name, graph.leaves[key])
+                    self._follow(name, graph.leaves[key])
 
     @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        # `optimizer-has-foreign-parameters` finds those with the same shape.
-        if self._first:
-            shapes = {each.shape for each in _gradientless_strangers(self.view, optimizer)}
-            kept = {key: row for key, row in self._first.items() if row[1].shape not in shapes}
-            self._first = kept
+        """See which parameters replaced one that the optimizer still has."""
+        early = self.view.steps_seen <= FIRST_STEPS
+        shapes = _shapes_of_strangers(self.view, optimizer) if early else set()
+        held = self.view.optimized() if shapes else {}
+        for place in self.view.parameters if shapes else ():
+            tensor = place.tensor
+            if tensor.grad is not None and id(tensor) not in held and tensor.shape in shapes:
+                self._replaced.add(id(tensor))
+                self._follow(place.name, tensor)
 
-    def judge_stuck(self, stuck: list[tuple[str, Any, float]]) -> None:
-        """Report those beside which no adapters or biases are trained on purpose."""
-        held = self.view.optimized()
-        places = self.view.parameters
-        trained = [e for e in places if id(e.tensor) in held and e.tensor.requires_grad]
-        if any(each.tensor.grad is not None for each in trained) and not self._has_frozen:
-            stuck = _without_adapted(places, stuck, trained)
+    def _follow(self, name: str, parameter: Tensor) -> None:
+        if id(parameter) not in self._first:
+            values = self.sample(parameter)
+            row = _Untrained(name, parameter, values, self.view.steps_seen)
+            self._first[id(parameter)] = row
+
+    @in_due_steps
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
+        for key, row in self._first.items():
+            if row.parameter.grad is not None:
+                self._gradients[key] = self.sample(row.parameter.grad).abs().sum()
+
+    @in_due_steps
+    def on_step_end(self) -> None:
+        gradients, self._gradients = self._gradients, {}
+        held = self.view.optimized() if self._first else {}
+        is_early = self.view.steps_seen <= FIRST_STEPS
+        self._first = {k: row for k, row in self._first.items() if is_early and k not in held}
+        until = self.view.steps_seen - _IN_A_ROW + 1
+        ripe = [r for key, r in self._first.items() if r.step <= until and key in gradients]
+        if ripe:
+            same = [(self.sample(row.parameter) == row.values).all() for row in ripe]
+            sums = [gradients[id(row.parameter)] for row in ripe]
+            self.read([*same, *sums], self._judge, ripe)
+
+    def _judge(self, numbers: list[float], rows: list[_Untrained]) -> None:
+        same, sums = numbers[: len(rows)], numbers[len(rows) :]
+        stuck = [
+            row for row, is_same, total in zip(rows, same, sums, strict=True) if is_same and total
+        ]
+        if not stuck or _is_held_by_unseen([row.parameter for row in stuck], self.view.optimizers):
+            return
+        replaced = [row for row in stuck if id(row.parameter) in self._replaced]
+        others = [row for row in stuck if id(row.parameter) not in self._replaced]
+        stuck = [*replaced, *self._without_adapted(others)]
         if not stuck:
             return
-        names = [name for name, _, _ in stuck]
+        why = " They replaced others, which an optimizer still has." if replaced else ""
         self.find(
-            names,
-            f"{len(names)} parameters ({sum(p.numel() for _, p, _ in stuck):,} elements) get "
-            f"gradients (sum of magnitudes of '{names[0]}': {stuck[0][2]:.3g}), but no optimizer "
-            f"has them, and they have not changed in {_IN_A_ROW} steps.",
+            [row.name for row in stuck],
+            f"{len(stuck)} parameters ({sum(row.parameter.numel() for row in stuck):,} elements) "
+            f"get gradients, but no optimizer has them, and they have not changed in {_IN_A_ROW} "
+            f"steps.{why}",
         )
 
+    def _without_adapted(self, stuck: list[_Untrained]) -> list[_Untrained]:
+        """Return the parameters without those beside which adapters or biases are trained.
 
-def _has_frozen(places: list[ParameterPlace], held: dict[int, list[Any]]) -> bool:
-    return any(id(p.tensor) in held and not p.tensor.requires_grad for p in places)
-
-
-def _without_adapted(
-    places: list[ParameterPlace], stuck: list[Any], trained: list[ParameterPlace]
-) -> list[Any]:
-    """Return the untrained parameters without those beside which adapters or biases are trained.
-
-    These are many, compared with the trained ones, and no others of their kind are trained.
-    """
-    size = sum(each.tensor.numel() for each in trained)
-    if sum(p.numel() for _, p, _ in stuck) <= _FEW_UNTRAINED * size:
-        return stuck
-    kinds = {(type(each.module), each.attribute) for each in trained}
-    own = {id(each.tensor): (type(each.module), each.attribute) for each in places}
-    listed = [row for row in stuck if id(row[1]) not in own]  # modules in plain lists
-    alike = [row for row in stuck if own.get(id(row[1])) in kinds]
-    is_few = sum(p.numel() for _, p, _ in alike) <= _MAX_UNTRAINED * size
-    return [*listed, *alike] if is_few else listed
+        These are many, compared with the trained ones, and no others of their kind are trained.
+        """
+        held, places = self.view.optimized(), self.view.parameters
+        trained = [e for e in places if id(e.tensor) in held and e.tensor.requires_grad]
+        size = sum(each.tensor.numel() for each in trained)
+        is_few = sum(row.parameter.numel() for row in stuck) <= _FEW_UNTRAINED * size
+        if is_few or self._has_frozen or all(each.tensor.grad is None for each in trained):
+            return stuck
+        kinds = {_kind(each) for each in trained}
+        own = {id(each.tensor): _kind(each) for each in places}
+        listed = [row for row in stuck if id(row.parameter) not in own]  # modules in plain lists
+        alike = [row for row in stuck if own.get(id(row.parameter)) in kinds]
+        is_few = sum(row.parameter.numel() for row in alike) <= _MAX_UNTRAINED * size
+        return [*listed, *alike] if is_few else listed
 
 
-class OptimizerHasForeignParameters(_UntrainedCheck):
-    """An optimizer steps tensors that are no parameters of the model, and get no gradients.
-
-    The model's parameters were replaced after the optimizer was made: by wrapping, moving,
-    `to_empty`, untying, or a new head. Training has no effect on the new ones.
-
-    Bug:
-        optimizer = AdamW(model.parameters())
-        model.head = nn.Linear(64, 10)
-    Fix: Make the optimizer after the model has its final parameters.
-    Ignore: When the optimizer also has another model that gets no gradients at the moment.
-    """
-
-    steps = 2
-
-    @in_due_steps
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.view.steps_seen > FIRST_STEPS:
-            return
-        shapes = {each.shape for each in _gradientless_strangers(self.view, optimizer)}
-        if not shapes:
-            return
-        held, self._optimizer = self.view.optimized(), optimizer
-        for place in self.view.parameters:
-            is_trained = place.tensor.grad is not None and id(place.tensor) not in held
-            if is_trained and place.tensor.shape in shapes:
-                self.follow(place.name, place.tensor)
-
-    def judge_stuck(self, stuck: list[tuple[str, Any, float]]) -> None:
-        """Report them with the tensors that the optimizer has instead."""
-        count = len(_gradientless_strangers(self.view, self._optimizer))
-        self.find(
-            [name for name, _, _ in stuck],
-            f"{type(self._optimizer).__name__} has {count} tensors that are not in the model and "
-            f"get no gradients, while {len(stuck)} parameters of their shapes get gradients, are "
-            "in no optimizer, and do not change: they were replaced after the optimizer was made.",
-        )
+def _kind(place: ParameterPlace) -> tuple[type, str]:
+    return type(place.module), place.attribute
 
 
 class ParameterInTwoOptimizers(Check):
     """Two optimizers step the same parameter with the same gradient.
 
-    It is changed twice in each step, as with a higher learning rate, and each optimizer's moments
-    belong to weights that the other one has moved.
+    It is changed twice in each step, and each optimizer's moments belong to weights that the other
+    one has moved.
 
     Bug:
         body = AdamW(model.parameters())
@@ -225,32 +178,27 @@ class ParameterInTwoOptimizers(Check):
     """
 
     def setup(self) -> None:
-        self._used: dict[int, tuple[Any, int]] = {}  # by parameter: optimizer, backwards until then
+        self._used: dict[int, Any] = {}  # by parameter: its optimizer, since the latest backward
         self._twice: dict[str, tuple[Any, Any]] = {}
-        self._steps = self._backwards = 0
 
     @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
-        """Count: gradients are others afterwards."""
-        self._backwards += 1
+        """Forget: gradients are others afterwards."""
+        self._used = {}
 
     @in_due_steps
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if len(self.view.optimizers) < 2:
-            return
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is None or not parameter.requires_grad:
-                continue
-            used = self._used.get(id(parameter))
-            if used and used[0] is not optimizer and used[1] == self._backwards:
-                self._twice[self.view.name_of(parameter) or "a parameter"] = used[0], optimizer
-            self._used[id(parameter)] = optimizer, self._backwards
+        for parameter in parameters_of(optimizer) if len(self.view.optimizers) > 1 else ():
+            if parameter.grad is not None and parameter.requires_grad:
+                first = self._used.setdefault(id(parameter), optimizer)
+                if first is not optimizer:
+                    name = self.view.name_of(parameter) or "a parameter"
+                    self._twice[name] = first, optimizer
 
     @in_due_steps
     def on_step_end(self) -> None:
-        twice, self._twice, self._used = self._twice, {}, {}
-        self._steps = self._steps + 1 if twice else 0
-        if self._steps >= 2:
+        twice, self._twice = self._twice, {}
+        if self.in_a_row(twice) >= 2:
             first, second = next(iter(twice.values()))
             self.find(
                 list(twice),
@@ -259,62 +207,11 @@ class ParameterInTwoOptimizers(Check):
             )
 
 
-class UpdateDiffersFromOptimizer(Check):
-    """A step of SGD, Adam or AdamW changed a parameter by something else than it should.
-
-    From learning rate, options, moments and gradient follows what these optimizers subtract. A
-    compiled optimizer that keeps an old learning rate, or a kernel that writes to a copy of memory
-    that is not contiguous, subtracts something else, or nothing.
-
-    Bug:
-        step = torch.compile(optimizer.step)  # with a learning rate that was constant when compiled
-    Fix: Make the learning rate a tensor in compiled optimizers; try `foreach=False, fused=False`.
-    Ignore: When something changes weights within the step on purpose.
-    """
-
-    def setup(self) -> None:
-        self._before: dict[int, set[str]] = {}  # by optimizer: what differed in the step before
-
-    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
-        known = [s for s in samples if s.expected is not None and s.is_kept]
-        known = [each for each in known if each.parameter.dtype in _WIDE]
-        if known:
-            names = [each.name for each in known]
-            self.read([_compare(each) for each in known], self._judge, optimizer, names)
-
-    def _judge(self, rows: list[list[float]], optimizer: Any, names: list[str]) -> None:
-        named = zip(names, rows, strict=True)
-        wrong = {name: row for name, row in named if row[0] and row[1] > row[0] / 2}
-        self.view.suspects |= set(wrong)
-        previous, self._before[id(optimizer)] = self._before.get(id(optimizer), set()), set(wrong)
-        wrong = {name: row for name, row in wrong.items() if name in previous}
-        if wrong:
-            name, (count, differing, actual, expected) = next(iter(wrong.items()))
-            self.find(
-                list(wrong),
-                f"{type(optimizer).__name__} changed '{name}' by {actual:.3g} (mean magnitude of "
-                f"{count:.0f} sampled elements) where its options, moments and gradient give "
-                f"{expected:.3g}; {differing:.0f} of them differ by more than 5 %.",
-            )
-
-
-def _compare(sample: StepSample) -> Tensor:
-    """Return how many updates count, how many differ, and the mean magnitudes of both."""
-    expected: Any = sample.expected
-    actual = sample.before.to(expected.dtype) - sample.after.to(expected.dtype)
-    rounding = torch.finfo(sample.before.dtype).eps * sample.before.abs().to(expected.dtype)
-    counts = expected.abs() > 32 * rounding
-    differs = (actual - expected).abs() > _TOLERANCE * expected.abs() + 4 * rounding
-    magnitudes = [(each.abs() * counts).sum() / counts.sum() for each in (actual, expected)]
-    return torch.stack([counts.sum(), (counts & differs).sum(), *magnitudes])
-
-
 class UpdateRoundedAway(Check):
     """Updates are too small for the precision of the weights, which stay as they are.
 
     Between 1 and 2, bfloat16 has steps of 0.0078: an update of less than half of it changes
-    nothing, however often it is made. Found if nine of ten elements of all parameters in bfloat16
-    or float16 do not move, in three steps in a row in which the learning rate does not rise.
+    nothing, however often it is made. Looked at in torch's SGD, Adam and AdamW.
 
     Bug:
         model.to(torch.bfloat16)
@@ -328,16 +225,15 @@ class UpdateRoundedAway(Check):
         self._rates: dict[int, list[Any]] = {}
 
     def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
-        narrow = [s for s in samples if s.expected is not None and s.parameter.dtype in _NARROW]
         rates = [group["lr"] for group in optimizer.param_groups]
         before, self._rates[id(optimizer)] = self._rates.get(id(optimizer), []), rates
-        is_float = not any(isinstance(rate, Tensor) for rate in rates)
-        rows = []
-        for each in narrow:
-            should: Any = each.expected != 0
+        is_fixed = any(isinstance(rate, Tensor) for rate in rates)
+        if not is_fixed and any(a > b for a, b in zip(rates, before, strict=False)):
+            self.in_a_row(False, optimizer)  # it rises: updates become larger
+        rows, narrow = [], [each for each in samples if each.parameter.dtype in _NARROW]
+        for each in narrow if type(optimizer) in (SGD, Adam, AdamW) else ():
+            should = (each.gradient != 0) & (each.group["lr"] != 0)
             rows.append(torch.stack([should.sum(), (should & (each.after != each.before)).sum()]))
-        if is_float and any(a > b for a, b in zip(rates, before, strict=False)):
-            self.in_a_row(False, optimizer)
         if rows:
             parameters = [(each.name, each.parameter.numel()) for each in narrow]
             self.read(rows, self._judge, optimizer, parameters)
@@ -362,13 +258,13 @@ class UpdateRoundedAway(Check):
 class ParameterDoesNotChange(Check):
     """A parameter with gradients is in an optimizer that steps, but no element of it moves.
 
-    Looked at in optimizers other than torch's SGD, Adam and AdamW (see
-    `update-differs-from-optimizer` for these): for example one that writes to a copy of a parameter
-    that is not contiguous in memory. Other parameters of the same optimizer move.
+    Other parameters of the same optimizer move. A kernel writes to a copy of a parameter that is
+    not contiguous in memory, for example.
 
     Bug:
         parameter.data.reshape(-1).add_(update)  # a copy, if the parameter is transposed
-    Fix: Update the parameter in place: `parameter.add_(update.view_as(parameter))`.
+    Fix: Update the parameter in place: `parameter.add_(update.view_as(parameter))`. With an
+        optimizer of torch, try `foreach=False, fused=False`.
     Ignore: When the optimizer keeps some parameters constant on purpose.
     """
 
@@ -376,18 +272,19 @@ class ParameterDoesNotChange(Check):
         looked_at = [
             each
             for each in samples
-            if each.parameter.dtype in _WIDE
-            and type(optimizer) not in EXACT
-            and not isinstance(each.group.get("lr", 0.0), Tensor)
+            if each.parameter.dtype in _WIDE and not isinstance(each.group.get("lr", 0.0), Tensor)
         ]
         moves = [(each.after != each.before).any() for each in looked_at]
+        # An update is about as large as the gradient, or as 1, times the rate.
         should = [
-            (each.group.get("lr", 0.0) * each.gradient.abs() > 1e-6 * each.before.abs()).any()
+            (each.group.get("lr", 0.0) * each.gradient.abs().clamp(max=1)).gt(
+                1e-6 * each.before.abs()
+            )
             for each in looked_at
         ]
         if looked_at:
             names = [each.name for each in looked_at]
-            self.read([*moves, *should], self._judge, optimizer, names)
+            self.read([*moves, *(each.any() for each in should)], self._judge, optimizer, names)
 
     def _judge(self, numbers: list[float], optimizer: Any, names: list[str]) -> None:
         moves, should = numbers[: len(names)], numbers[len(names) :]
@@ -402,6 +299,73 @@ class ParameterDoesNotChange(Check):
                 stuck,
                 f"{len(stuck)} of {len(names)} parameters of {type(optimizer).__name__} have not "
                 f"changed in {_IN_A_ROW} steps in which they had gradients; the others have.",
+            )
+
+
+class UpdateUsesOldValues(Check):
+    """An optimizer goes on with the learning rate, or the number of steps, of an earlier step.
+
+    An update was captured as a graph (or compiled) when the rate was a plain number, so that later
+    rates have no effect. Looked at in SGD, and in optimizers with the state of SGD with momentum
+    or of Adam.
+
+    Bug:
+        graph = make_fx(update)(parameter, gradient, lr)  # lr is a float
+    Fix: Make the learning rate and the step tensors, so that the graph reads them.
+    Ignore: Never.
+    """
+
+    def setup(self) -> None:
+        self._first: dict[int, tuple[float, Any]] = {}  # by parameter: rate and count of steps
+
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        for each in samples:
+            rate = each.group.get("lr")
+            state = getattr(optimizer, "state", {}).get(each.parameter, {})
+            if not isinstance(rate, float) or each.parameter.dtype not in _WIDE:
+                continue
+            step = state.get("step", 0)
+            old_rate, old = self._first.setdefault(id(each.parameter), (rate, step))
+            if isinstance(step, Tensor):
+                old = step
+            if old_rate == rate and old is step:
+                continue
+            self.view.suspects.add(each.name)
+            moved = (each.before - each.after).double()
+            directions = [self._direction(optimizer, each, state, count) for count in (step, old)]
+            if all(direction is not None for direction in directions):
+                pairs = zip((rate, old_rate), directions, strict=True)
+                errors = [(moved - lr * way).norm() / moved.norm() for lr, way in pairs]
+                was, now = f"learning rate {old_rate:.3g}", f"{rate:.3g}"
+                if old_rate == rate:
+                    was, now = f"step {old}", f"{step}"
+                self.read(errors, self._judge, optimizer, each.name, was, now)
+
+    def _direction(self, optimizer: Any, sample: StepSample, state: Any, step: Any) -> Any:
+        """Return what the optimizer multiplies by the rate, in this step."""
+        names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+        buffer, mean, square = (
+            self.sample(state[name]).double() if isinstance(state.get(name), Tensor) else None
+            for name in names
+        )
+        group = sample.group
+        decay = group.get("weight_decay", 0) * sample.before.double()
+        if mean is not None and square is not None and "betas" in group:
+            one, two = group["betas"]
+            if not isinstance(step, Tensor) and not step:
+                return None
+            way = mean / (1 - one**step) / ((square / (1 - two**step)).sqrt() + group.get("eps", 0))
+            return way + decay if isinstance(optimizer, AdamW) else way
+        if buffer is None and type(optimizer) is SGD:
+            return sample.gradient.double() + decay
+        return buffer
+
+    def _judge(self, errors: list[float], optimizer: Any, name: str, was: str, now: str) -> None:
+        if self.in_a_row(errors[1] < 1e-3 and errors[0] > 5e-2, name) >= _IN_A_ROW:
+            self.find(
+                f"{type(optimizer).__name__} ({name})",
+                f"It still changes '{name}' by what the {was} gives, and not {now}, in "
+                f"{_IN_A_ROW} steps in a row.",
             )
 
 
@@ -421,10 +385,9 @@ class OptimizerStateCountsTooManySteps(Check):
     def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
         rows = []
         for each in samples:
-            step, moment = each.state.get("step"), each.state.get("exp_avg")
-            if isinstance(step, Tensor) and isinstance(moment, Tensor):
-                sums = [x.abs().sum().double() for x in (moment, each.gradient)]
-                rows.append(torch.stack([step.to(moment.device).double(), *sums]))
+            if each.counted is not None and each.moment is not None:
+                sums = [x.abs().sum().double() for x in (each.moment, each.gradient)]
+                rows.append(torch.stack([each.counted.to(sums[0]), *sums]))
         if rows and self.in_a_row(True, optimizer) <= _IN_A_ROW:
             self.read(rows, self._judge, type(optimizer).__name__)
 
@@ -451,18 +414,15 @@ class _Call(NamedTuple):
 class ParameterWithoutGradient(Check):
     """The graph is cut behind modules that an optimizer should train.
 
-    The first modules of the forward never get gradients, though an optimizer has them. The first
-    one that gets gradients is called with a tensor that has no graph, is as large as the output
-    before it, and is no input of the model: because of `detach`, `.data`, `no_grad`, or
-    checkpointing with `use_reentrant=True` of inputs that need no gradients. Or an input of the
-    model is passed only to modules that never have gradients, while others have: nothing is learned
-    from it.
+    The first modules of the forward, or all those that get one of the model's inputs, never have
+    gradients, while others have: because of `detach`, `.data`, `no_grad`, or checkpointing with
+    `use_reentrant=True` of inputs that need no gradients.
 
     Bug:
         features = self.encoder(x).detach()
         return self.head(features)
-    Fix: Remove `detach`, `.data` or `no_grad` behind these modules, or use `use_reentrant=False`.
-        To freeze them, call `requires_grad_(False)`.
+    Fix: Remove what cuts the graph, or use `use_reentrant=False`. To freeze the modules, call
+        `requires_grad_(False)`.
     Ignore: When the modules are frozen in this way on purpose.
     """
 
@@ -607,46 +567,6 @@ def _is_trained(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters())
 
 
-class FrozenParameterChanges(Check):
-    """A parameter was frozen, but the optimizer goes on with its last gradient.
-
-    `requires_grad_(False)` keeps `.grad` as it is. An optimizer that has the parameter uses it in
-    every step, with momentum and weight decay.
-
-    Bug:
-        model.encoder.requires_grad_(False)  # after backward has run
-        optimizer.step()
-    Fix: Set `.grad` to None when you freeze a parameter, or call `zero_grad(set_to_none=True)`.
-    Ignore: When you compute this gradient yourself.
-    """
-
-    def setup(self) -> None:
-        self._gradients: dict[int, tuple[Tensor, int]] = {}  # of frozen parameters, and versions
-
-    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
-        if all(not p.requires_grad for p in parameters_of(optimizer)):
-            return
-        stale = []
-        for each in samples:
-            if not each.parameter.requires_grad:
-                gradient, version = self._gradients.get(id(each.parameter), (None, 0))
-                if gradient is each.grad and version == each.version:
-                    stale.append(each)
-                self._gradients[id(each.parameter)] = (each.grad, each.version)
-        if stale:
-            moves = [(each.after - each.before).abs().max() for each in stale]
-            self.read(moves, self._judge, [each.name for each in stale])
-
-    def _judge(self, moves: list[float], names: list[str]) -> None:
-        changed = {name: move for name, move in zip(names, moves, strict=True) if move > 0}
-        if changed:
-            self.find(
-                list(changed),
-                f"{len(changed)} parameters with requires_grad=False have changed (by up to "
-                f"{max(changed.values()):.3g}) with the gradient of an earlier step.",
-            )
-
-
 class OptimizerMadeAnew(Check):
     """The optimizer is constructed again and again over the same parameters.
 
@@ -656,51 +576,29 @@ class OptimizerMadeAnew(Check):
         for x, y in loader:
             optimizer = Adam(model.parameters())
     Fix: Make the optimizer once, before the loop. To change the rate, set `group["lr"]`.
-    Ignore: When every few steps are a training run of their own.
+    Ignore: When every step is a training run of its own.
     """
 
     def setup(self) -> None:
-        self._last: dict[int, tuple[Any, int, int]] = {}  # by parameter: optimizer, step, how often
-        self._values: dict[int, Tensor] = {}
+        self._last: dict[int, tuple[Any, int]] = {}  # by parameter: optimizer, weakly, and step
 
     def on_optimizer_made(self, optimizer: Any) -> None:
         first = next(parameters_of(optimizer), None)
         if first is None or self.view.name_of(first) is None:
             return
-        last, step, count = self._last.get(id(first), (_nothing, 0, 0))
-        previous = last()
-        is_soon = self.view.steps_seen - step <= FIRST_STEPS
-        had_moments = previous is not None and _has_moments(previous)
-        count = count + 1 if is_soon and had_moments and type(previous) is type(optimizer) else 0
-        self._last[id(first)] = weakref.ref(optimizer), self.view.steps_seen, count
-        if 0 < count <= _IN_A_ROW:  # its steps may be no events: the loop has another optimizer
-            note = functools.partial(_keep_sample, self._values, self.view)
-            note.__module__ = __name__
-            optimizer.register_step_post_hook(note)
-        values = self._values.get(id(first))
-        if count >= _IN_A_ROW and values is not None:
-            same = (self.sample(first) == values).all()
-            self.read([same], self._judge, type(optimizer).__name__, count)
-
-    def _judge(self, numbers: list[float], name: str, count: int) -> None:
-        if numbers[0]:
+        key, step = id(first), self.view.steps_seen
+        last, before = self._last.get(key, (lambda: None, step))
+        previous: Any = last()
+        self._last[key] = weakref.ref(optimizer), step
+        is_like_before = previous is not None and type(previous) is type(optimizer)
+        is_in_loop = is_like_before and step - before <= 1 and _has_moments(previous)
+        if self.in_a_row(is_in_loop, key) >= _MANY_IN_A_ROW:
+            name = type(optimizer).__name__
             self.find(
                 name,
-                f"{name} was made {count + 1} times over the same parameters, each time after at "
-                f"most {FIRST_STEPS} steps, which drops its moments.",
+                f"{name} was made {_MANY_IN_A_ROW + 1} times over the same parameters, each time "
+                "after at most one step, which drops its moments.",
             )
-
-
-def _keep_sample(
-    values: dict[int, Tensor], view: TrainingView, optimizer: Any, args: Any, kwargs: Any
-) -> None:
-    """Keep some weights after a step."""
-    first = next(parameters_of(optimizer))
-    values[id(first)] = view.sample(first)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _has_moments(optimizer: Any) -> bool:
@@ -779,148 +677,11 @@ class RequiresGradSetOnModule(Check):
                 )
 
 
-class LearningRateBesideGroups(Check):
-    """The learning rate is written where no step reads it.
-
-    `optimizer.defaults` is read when a group is added; a step uses `optimizer.param_groups`.
-
-    Bug:
-        optimizer.defaults["lr"] *= 0.1
-    Fix: `for group in optimizer.param_groups: group["lr"] *= 0.1`, or use a scheduler.
-    Ignore: When the new rate is meant for groups that are added later.
-    """
-
-    def setup(self) -> None:
-        self._first: dict[int, tuple[Any, list[Any]]] = {}
-
-    @in_due_steps
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        default = getattr(optimizer, "defaults", {}).get("lr")
-        now = (default, [group.get("lr") for group in optimizer.param_groups])
-        before = self._first.setdefault(id(optimizer), now)
-        if any(isinstance(rate, Tensor) or rate is None for rate in (default, *now[1])):
-            return
-        if now[1] != before[1]:
-            self._first[id(optimizer)] = now
-        elif default != before[0] and self.in_a_row(True, id(optimizer)) >= _IN_A_ROW:
-            self.find(
-                f"learning rate of {type(optimizer).__name__}",
-                f"optimizer.defaults['lr'] was changed from {before[0]:.3g} to {default:.3g}, but "
-                f"the groups still have {now[1][0]:.3g}.",
-            )
-
-
-class UpdateUsesOldValues(Check):
-    """An optimizer goes on with the learning rate, or the number of steps, of an earlier step.
-
-    An update was captured as a graph (or compiled) when the rate was a plain number, so that later
-    rates have no effect. Looked at in optimizers with the state of SGD with momentum or of Adam,
-    whose updates were those of the formula in their first step.
-
-    Bug:
-        graph = make_fx(update)(parameter, gradient, lr)  # lr is a float
-    Fix: Make the learning rate and the step tensors, so that the graph reads them.
-    Ignore: Never.
-    """
-
-    def setup(self) -> None:
-        self._old: dict[int, list[tuple[float, float]]] = {}  # by parameter: rates and steps
-
-    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
-        for each in () if type(optimizer) in EXACT else samples:
-            rate, state = each.group.get("lr"), getattr(optimizer, "state", {})
-            entry = state.get(each.parameter, {})
-            direction = self._direction(each, entry)
-            if direction is None or not isinstance(rate, float):
-                continue
-            step = float(entry.get("step", 0)) if not isinstance(entry.get("step"), Tensor) else 0.0
-            old = self._old.setdefault(id(each.parameter), [])
-            if not old:
-                self.view.suspects.add(each.name)
-            old.append((rate, step))
-            moved = (each.before - each.after).double()
-            errors = [
-                (moved - lr * direction(count)).norm() / moved.norm()
-                for lr, count in (old[-1], old[0])
-            ]
-            if len(old) > 1 and old[0] != old[-1]:
-                self.read(errors, self._judge, optimizer, each.name, old)
-
-    def _direction(self, sample: StepSample, entry: Any) -> Any:
-        """Return what is multiplied by the rate, as a function of the number of steps."""
-        names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-        known = [entry.get(name) for name in names]
-        buffer, first, second = (
-            self.sample(x).double() if isinstance(x, Tensor) else None for x in known
-        )
-        if first is not None and second is not None and "betas" in sample.group:
-            one, two = sample.group["betas"]
-            mean, square, eps = first, second, sample.group.get("eps", 1e-8)
-            return lambda t: (
-                mean / (1 - one**t) / ((square / (1 - two**t)).sqrt() + eps) if t else mean
-            )
-        return None if buffer is None else lambda _: buffer
-
-    def _judge(
-        self, errors: list[float], optimizer: Any, name: str, old: list[tuple[float, float]]
-    ) -> None:
-        (rate, step), (old_rate, old_step) = old[-1], old[0]
-        if self.in_a_row(errors[1] < 1e-3 and errors[0] > 5e-2, name) >= _IN_A_ROW:
-            was = f"learning rate {old_rate:.3g}" if rate != old_rate else f"step {old_step:.0f}"
-            now = f"{rate:.3g}" if rate != old_rate else f"{step:.0f}"
-            self.find(
-                f"{type(optimizer).__name__} ({name})",
-                f"It still changes '{name}' by what the {was} gives, and not {now}, in "
-                f"{_IN_A_ROW} steps in a row.",
-            )
-
-
-class ParameterMadeInForward(Check):
-    """Parameters are made anew in each forward, so that they are never trained.
-
-    Bug:
-        def forward(self, x):
-            return nn.Linear(64, 10)(x)
-    Fix: Make the layer once, in `__init__`, and call it in `forward`.
-    Ignore: When random weights are meant.
-    """
-
-    def setup(self) -> None:
-        self._shapes: dict[int, list[Any]] = {}  # by step: of parameters that the model lacks
-        self._kept: list[Any] = []  # so that no address is used twice
-
-    @in_due_steps
-    def on_before_backward(self, loss: Any) -> None:
-        step = self.view.steps_seen
-        if step > _IN_A_ROW or not isinstance(loss, Tensor) or loss.grad_fn is None:
-            return
-        own = {id(place.tensor) for place in self.view.parameters} | self.view.optimized().keys()
-        known = {id(each) for each in self._kept}
-        leaves = LossGraph(loss).leaves.items()
-        new = [p for key, p in leaves if isinstance(p, nn.Parameter) and key not in own | known]
-        self._kept += new
-        self._shapes[step] = [tuple(parameter.shape) for parameter in new]
-        shapes = self._shapes.values()
-        if new and len(shapes) == _IN_A_ROW and all(each == self._shapes[step] for each in shapes):
-            self.find(
-                type(self.view.models[0]).__name__,
-                f"In each of {_IN_A_ROW} steps, {len(new)} new parameters (of shapes "
-                f"{self._shapes[step][:4]}) took part in the forward, which no module of the model "
-                "has.",
-            )
-
-    @in_due_steps
-    def on_step_end(self) -> None:
-        if self.view.steps_seen >= _IN_A_ROW:
-            self._kept = []
-
-
 class ForwardIgnoresUpdates(Check):
     """A forward computes with an old copy of a weight that training changes.
 
     The gradient goes to the weight, but its values are read from a cache (quantised, cast or
-    merged) that a step does not refresh. Found by changing the weight of one linear, convolution or
-    embedding layer of each class in a copy of the model: the output of the layer has to change.
+    merged) that a step does not refresh. Found by changing weights in a copy of the model.
 
     Bug:
         if self.cache is None:
@@ -962,11 +723,12 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _gradientless_strangers(view: TrainingView, optimizer: Any) -> list[Tensor]:
-    """Return tensors of an optimizer that the model does not have, if none has a gradient."""
+def _shapes_of_strangers(view: TrainingView, optimizer: Any) -> set[torch.Size]:
+    """Return the shapes of tensors that the model does not have, if none has a gradient."""
     own = {id(place.tensor) for place in view.parameters}
     strangers = [each for each in parameters_of(optimizer) if id(each) not in own]
-    return [] if any(each.grad is not None for each in strangers) else strangers
+    has_gradients = any(each.grad is not None for each in strangers)
+    return set() if has_gradients else {each.shape for each in strangers}
 
 
 def _is_held_by_unseen(parameters: Iterable[Tensor], seen: list[Any]) -> bool:

@@ -270,7 +270,7 @@ class LoopChecks:
             return
         head = "A state in the checkpoint does not fit what the loop uses, and is not restored"
         message = message_lines(f"{head}:", *problems)
-        if self.is_first_step and self._late.is_strict:
+        if self.is_first_step:
             self._refuse(CheckpointError(message))
         self.warn_once(message, message)
 

@@ -366,7 +366,7 @@ class Session:
             StateItem("logged", record.unwritten_values, record.load_unwritten_values),
             StateItem("unreported", records.own_values, load_unreported),
             StateItem("extra", lambda: dict(self.loop.checkpoints.extra)),
-            StateItem("random", save_random, load_random, _own_random, describe_random_state, True),
+            StateItem("random", save_random, load_random, _own_random, describe_random_state),
             # Last, because undoing a load that has failed leaves gradients as they are.
             StateItem("pending_gradients", save_waiting, load_waiting, compare=compare_waiting),
         ]
@@ -523,7 +523,6 @@ class Session:
         loop.ranks.begin()
         loop.is_sharded = is_sharded_loop(self.optimizers)
         self._watch.always_sees_calls = True
-        loop.ranks.watch_ranks(self._watch.find_place, loop.record.event)
         self._stop.needs_agreement = True
         self._watch.look_at_skips()
         self._watch.has_boundary_work = True
@@ -731,7 +730,6 @@ class Session:
     def _close_record(self) -> None:
         """End the run, if there is one, and write its report."""
         loop, context = self.loop, self.loop.context
-        loop.ranks.stop_watching()
         if loop.record.sink is None:
             return
         error = context.exception
@@ -1126,9 +1124,7 @@ class Session:
             return None
         return saves.save(request, extra, wait=wait)
 
-    def load_checkpoint(
-        self, path: str | os.PathLike[str] = "auto", *, strict: bool = True
-    ) -> LoadedCheckpoint | None:
+    def load_checkpoint(self, path: str | os.PathLike[str] = "auto") -> LoadedCheckpoint | None:
         """Restore what `save_checkpoint` has saved, and continue its run.
 
             session = hookline.attach(model, optimizer, runs="runs")
@@ -1144,16 +1140,12 @@ class Session:
             path: a checkpoint or a run; or "auto" for the newest complete checkpoint of the newest
                 unfinished run in the folder for runs that has the same name, configuration, model,
                 optimizers and hooks. "auto" has to be loaded before training starts.
-            strict: raise if something does not fit; otherwise load what fits, and list the rest.
 
         Returns:
             Where the loop continues; None if "auto" has found nothing to continue.
         """
         path = check_path("load_checkpoint(path)", path, "a checkpoint, a run or 'auto'")
-        check_flag("load_checkpoint(…, strict=…)", strict)
-        return self._load(os.fspath(path), strict=strict)
-
-    def _load(self, path: str, *, strict: bool) -> LoadedCheckpoint | None:
+        path = os.fspath(path)
         if path == "auto" and self.started:
             raise LoopError(
                 "load_checkpoint('auto') continues a run, but training has started in a new one. "
@@ -1167,7 +1159,7 @@ class Session:
         found = saves.find(path, self._runs, self._identity, others)
         if found is None:
             return None
-        checkpoint, loaded = saves.load(found, strict=strict)
+        checkpoint, loaded = saves.load(found)
         self._requirements.provided.add("resumed")
         self._restored = found, checkpoint.state
         if self.started:  # else the run is continued when training starts

@@ -166,7 +166,7 @@ class SessionSaves:
 
     # -- loading ----------------------------------------------------------------------------------
 
-    def load(self, path: Path, *, strict: bool) -> tuple[Checkpoint, LoadedCheckpoint]:
+    def load(self, path: Path) -> tuple[Checkpoint, LoadedCheckpoint]:
         """Restore the loop's objects from a checkpoint."""
         loop = self._loop
         checkpoint = load_checkpoint(path)
@@ -178,16 +178,14 @@ class SessionSaves:
             processes = SingleProcessGroup()
         else:
             processes = self._loading_ranks(len(state["ranks"]))
-        checkpoint = loop.state.restore_checkpoint(
+        loop.state.restore_checkpoint(
             checkpoint,
             processes,
             what=f"this {type(loop.context.model).__name__}",
             advice="Attach the model, the optimizers and the schedulers that it was saved with, "
-            "load what fits with load_checkpoint(…, strict=False), or start anew.",
-            strict=strict,
+            "or start anew.",
         )
         loop.context.validated = dict(checkpoint.info.get("metrics") or {})
-        state = checkpoint.state
         extra, random = state.get("extra", {}), state.get("random")
         device = device_of(loop.context.model)
         loaded = LoadedCheckpoint(path, state["step"], state["epoch"], extra, random, device)
@@ -212,11 +210,7 @@ class SessionSaves:
         if trains_together(context.model, context.optimizers):
             wait_for_ranks("load_checkpoint")
         if given != "auto":
-            if "://" in given:
-                from hookline.checkpoint.remote import fetch_checkpoint
-
-                return Path(fetch_checkpoint(given, Path(str(runs or "runs")) / "fetched"))
-            return find_checkpoint(Path(given), verify=True)
+            return find_checkpoint(given, verify=True)
         found = self._find_run(runs, identity, others) if is_main_process() else None
         decided: Path | None = broadcast_from_main(found)
         return decided

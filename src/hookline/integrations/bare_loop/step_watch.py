@@ -147,7 +147,7 @@ class StepWatch:
         self._backward: Backward | None = None  # that runs, and has not been counted yet
         self.has_new_gradients = self.always_sees_calls = self.always_counts_calls = False
         self._other_threads: set[int] = set()  # that train other models
-        self.backwards_seen = self._calls_before_step = self._calls_at_backward = 0
+        self.backwards_seen = self._calls_before_step = 0
         self._thread = get_ident()  # that trains, as far as is seen
 
     # -- attaching --------------------------------------------------------------------------------
@@ -302,18 +302,6 @@ class StepWatch:
         calls = self.model.calls_seen
         return bool(calls) and calls == self._calls_before_step and not self.has_new_gradients
 
-    def find_place(self) -> tuple[int, int, int]:
-        """Return epoch, batch (counted by calls of the model) and stage, for `RankWatch`.
-
-        A thread may call this.
-        """
-        calls, epoch = self.model.calls_seen, self.context.known("epoch")
-        epoch = -1 if epoch is None else epoch
-        if not self.model.is_running and calls <= self._calls_before_step:
-            return epoch, calls + 1, 0
-        had_backward = calls == self._calls_at_backward or self._backward is not None
-        return epoch, calls, 2 if had_backward else 1
-
     # -- forward ----------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
@@ -400,7 +388,6 @@ class StepWatch:
         """Note the loss of a backward, which has ended; or an optimizer steps within it."""
         self._backward = None
         self.backwards_seen += 1
-        self._calls_at_backward = self.model.calls_seen
         if before.scaler is not None and before.scaler is not self.scaler:
             self._use_scaler(before.scaler)
         if self.losses.wanted:

@@ -12,7 +12,6 @@ from hookline.config.trainer_config import TrainerConfig
 from hookline.errors import ConfigError
 from hookline.loop.event_context import parameters_of
 from hookline.loop.processes import SingleProcessGroup
-from hookline.tensors.norms import global_norm
 
 if TYPE_CHECKING:
     from hookline.trainer.strategies.several_processes import GradientSync
@@ -116,16 +115,12 @@ class SingleProcess:
         """Clip an optimizer's gradients; return their norm before clipping."""
         parameters = parameters_of(optimizer)
         grads = [p.grad for p in parameters if p.grad is not None]
-        has_sparse = any(grad.is_sparse for grad in grads)
-        if has_sparse and value is not None:
+        if any(grad.is_sparse for grad in grads):
             raise ConfigError(
-                "clip_value needs dense gradients, but one of the model's is sparse. Create its "
-                "layer with sparse=False, or use clip_norm."
+                "Clipping needs dense gradients, but one of the model's is sparse. Create its "
+                "layer with sparse=False, or leave out clip_norm and clip_value."
             )
-        if has_sparse and norm is not None:  # torch computes no norm of sparse gradients
-            before = global_norm(grads)
-            torch.nn.utils.clip_grads_with_norm_(parameters, norm, before)
-        elif norm is not None:
+        if norm is not None:
             before = torch.nn.utils.clip_grad_norm_(parameters, norm)
         else:
             before = torch.nn.utils.get_total_norm(grads)
