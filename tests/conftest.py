@@ -1,8 +1,3 @@
-raise SystemExit("""MESSAGE FROM THE LEAD (delete these lines at the top of tests/conftest.py after reading; do not commit them).
-Good work, but one boundary was missing in the brief: what issue 28 asked for stays (`issues show 28`), above all 28.11: Edit.ablate("h.3.attn", head=5) acts on the
-slice of the projection's input for the attention classes of torch and transformers, checked against a hand-written hook; and an edit of a module that is never called raises.
-Please bring `head=` back (in the smallest form you can, with its tests from 420a952f), and keep AttentionMonitor working. The other drops are fine.
-Do this first, before further cuts. You have until 22:50.""")
 """Fixtures that several test files use."""
 
 from __future__ import annotations
