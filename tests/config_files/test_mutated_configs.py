@@ -94,7 +94,7 @@ VALID: dict[str, Any] = {
         "loop": [
             {"name": "early_stopping", "patience": 2, "monitor": "val/loss", "every": 1},
             {"class_path": "fuzz_project.Watch", "init_args": {"threshold": 2}, "as": "mine"},
-            "activation_stats",
+            "console_log",
         ],
         "update": [{"name": "clip_norm", "max_norm": 1.0, "enabled": False, "every": 3}],
         "probes": [{"name": "monitor", "modules": ["first"]}],

@@ -111,15 +111,6 @@ def test_the_error_names_the_hook_that_cannot_load_its_state():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_only_the_state_is_saved_and_not_the_registration():
-    manager = HookManager()
-    manager.add_hook(Mean(), every=10)
-    manager.disable_hook("mean")
-    fresh = HookManager([Mean()])
-    fresh.load_state_dict(manager.state_dict())
-    assert (fresh.describe()[0].enabled, fresh.describe()[0].schedule) == (True, "always")
-
-
 def test_a_resumed_run_disables_what_the_user_disabled_but_tries_failed_hooks_again(tmp_path):
     def trainer():
         broken, idle = Hook("broken"), Hook("idle")

@@ -77,18 +77,6 @@ def test_a_hook_that_is_disabled_and_enabled_is_called_again_from_the_next_event
     assert fire_twice(manager, notes) == ("ab", "abc")
 
 
-def test_a_scheduled_hook_that_is_disabled_from_inside_is_not_called_any_more():
-    manager = HookManager()
-    seen = []
-    first, second = Hook(), Hook()
-    first.on_step_end = lambda: manager.disable_hook("second")
-    second.on_step_end = lambda: seen.append("second")
-    manager.add_hook(first, "first")
-    manager.add_hook(second, "second", every=2)
-    manager.fire("on_step_end", step=2)
-    assert seen == []
-
-
 # -- a hook that fires events ----------------------------------------------------------------------
 
 
@@ -117,26 +105,6 @@ def test_a_hook_can_fire_its_own_event_within_itself():
         ("other", 2),
     ]
     assert {info.name: info.calls for info in manager.describe()} == {"countdown": 3, "other": 3}
-
-
-def test_a_hook_disabled_in_a_nested_event_is_not_called_in_the_outer_one_either():
-    manager = HookManager(settings=HookSettings(isolate=False))
-    seen = []
-
-    class Outer(Hook):
-        def on_step_end(self, step):
-            if step:
-                manager.fire("on_step_end", step=step - 1)
-            else:
-                manager.disable_hook("other")
-
-    class Other(Hook):
-        def on_step_end(self, step):
-            seen.append(step)
-
-    manager.register_hooks([Outer(), Other()])
-    manager.fire("on_step_end", step=3)
-    assert seen == []
 
 
 # -- threads ---------------------------------------------------------------------------------------

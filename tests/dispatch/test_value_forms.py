@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import pickle
-import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import pytest
 import torch
-import yaml
 from loops import batches, make
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -128,60 +123,6 @@ def test_a_number_that_cannot_be_provided_when_it_is_read_disables_the_hook(capl
 
 
 # -- what people do with numbers -------------------------------------------------------------------
-
-
-class Keep(Hook):
-    """Keeps the numbers of each step."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_step_end(self, step, loss, grad_norm, lr):
-        self.rows.append({"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr})
-
-
-@pytest.fixture(scope="module")
-def rows():
-    model, optimizer = make()
-    hook = Keep()
-    with hookline.attach(model, optimizer, hooks=[hook]):
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-    return hook.rows
-
-
-def save_and_load(rows):
-    buffer = io.BytesIO()
-    torch.save(rows, buffer)
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
-def through_sqlite(rows):
-    connection = sqlite3.connect(":memory:")
-    connection.execute("create table log (step, loss, grad_norm, lr)")
-    connection.executemany("insert into log values (:step, :loss, :grad_norm, :lr)", rows)
-    names = ("step", "loss", "grad_norm", "lr")
-    return [dict(zip(names, row, strict=True)) for row in connection.execute("select * from log")]
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda rows: json.loads(json.dumps(rows)),
-        lambda rows: yaml.safe_load(yaml.safe_dump(rows)),
-        lambda rows: pickle.loads(pickle.dumps(rows)),
-        save_and_load,
-        through_sqlite,
-        lambda rows: pytest.importorskip("pandas").DataFrame(rows).to_dict("records"),
-    ],
-    ids=["json", "yaml", "pickle", "torch.save", "sqlite", "pandas"],
-)
-def test_the_numbers_of_a_step_can_be_written_and_read_again(keep, rows):
-    again = keep(rows)
-    assert again == rows
-    assert all(type(row["loss"]) is float for row in again)
 
 
 # -- paths -----------------------------------------------------------------------------------------

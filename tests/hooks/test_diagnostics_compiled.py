@@ -59,32 +59,6 @@ def test_a_compiled_model_has_the_same_numbers(how, plain, tmp_path, caplog) -> 
     assert "saw no attention in '1.self_attn': they are compiled" in warnings[0]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_within_a_module_is_measured_or_reported(backend, tmp_path, caplog) -> None:
-    """The first backend calls torch's functions, as the model's code does, the second does not."""
-    torch._dynamo.reset()
-    attend = torch.compile(lambda x: x.softmax(-1) @ x, backend=backend)
-
-    class PartlyCompiledAttention(nn.Linear):
-        def forward(self, x: torch.Tensor) -> Any:
-            return attend(super().forward(x))
-
-    torch.manual_seed(0)
-    model = nn.Sequential(PartlyCompiledAttention(5, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    pairs = [tuple(torch.randn(2, 3, 5, 5)) for _ in range(4)]
-    monitor = hookline.AttentionMonitor(log_frequency=2)
-    found = fit(tmp_path, monitor, parts=(model, optimizer), data=pairs)
-    reported = sum("saw no attention in '0'" in one.message for one in caplog.records)
-    if backend == "eager":
-        largest = F.linear(pairs[1][0], model[0].weight, model[0].bias).max().item()
-        assert found[2, "attention/0/max_logit"] == pytest.approx(largest, rel=1e-5)
-        assert reported == 0
-    else:
-        assert not any(name.startswith("attention/") for _, name in found)
-        assert reported == 1
-
-
 # -- with a scaler --------------------------------------------------------------------------------
 
 

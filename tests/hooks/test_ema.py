@@ -89,37 +89,6 @@ def test_every_n_steps(tmp_path):
     assert same(averages(hook), expected(after_three, follow.weights[5::3], 0.5**3))
 
 
-@pytest.mark.parametrize("n", [1, 4, 9])
-def test_a_run_shorter_than_the_interval_is_averaged(tmp_path, n):
-    hook, follow = ema.EMA(), Follow()
-    trainer = fit(tmp_path, follow, hook, n=n, max_epochs=1)
-    assert hook.updates == n
-    assert same(averages(hook), expected(start(), follow.weights, 0.999, 10))
-    model = Net()
-    hook.apply_to(model)
-    assert losses(trainer, "val/loss") == [pytest.approx(mean_loss(model))]
-
-
-def mean_loss(model) -> float:
-    model.eval()
-    with torch.no_grad():
-        return sum(F.mse_loss(model(x), y).item() for x, y in batches(2, seed=2)) / 2
-
-
-def test_a_hook_that_is_added_during_training_averages_from_its_first_step(tmp_path):
-    hook, follow = EMA(0.5, warmup=False), Follow()
-
-    class AddsLater(hookline.Hook):
-        def on_step_end(self, trainer, step):
-            if step == 3:
-                trainer.add_hook(hook)
-
-    trainer = fit(tmp_path, follow, AddsLater())
-    assert trainer.hooks.summary().failures == {}
-    assert hook.updates == 5
-    assert same(averages(hook), expected(follow.weights[2], follow.weights[3:], 0.5))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_averaged_in_float32(dtype):
     model = nn.Linear(2, 2, bias=False).to(dtype)

@@ -114,7 +114,7 @@ def test_values_are_accumulated_unscaled_and_not_clipped(tmp_path: Path) -> None
     [
         (["first"], ["first.weight", "first.bias"]),
         (["*.bias"], ["first.bias", "second.bias"]),
-        (["re:sec.*t"], ["second.weight"]),
+        ([r"^sec.*t$"], ["second.weight"]),
         (["first.bias", "*.weight"], ["first.weight", "first.bias", "second.weight"]),
     ],
 )
@@ -259,18 +259,6 @@ def std_of(moments: dict[str, torch.Tensor]) -> torch.Tensor:
     return (moments["squares"] / moments["finite"]).sqrt()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_half_precision_is_measured_in_single(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    tensors = [torch.randn(300, 700).mul(3).to(dtype), torch.randn(5).to(dtype)]
-    measured = TensorStatistics(tensors)
-    found = measured.moments()
-    for row, tensor in enumerate(tensors):
-        exact = tensor.double()
-        assert measured.norms()[row].item() == pytest.approx(exact.norm().item(), rel=1e-5)
-        assert std_of(found)[row].item() == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
-
-
 def test_a_tensor_of_many_pieces_is_measured_whole() -> None:
     torch.manual_seed(0)
     values = torch.randn(500_000)
@@ -312,16 +300,6 @@ def _all_of(gradient: torch.Tensor) -> list[torch.Tensor]:
         measured.counts(),
         estimate_percentiles(measured.counts(), [0, 3, 50, 99, 100]),
     ]
-
-
-def test_a_complex_gradient_is_measured_by_its_parts() -> None:
-    gradient = torch.complex(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 12.0]))
-    measured = TensorStatistics([gradient])
-    found = measured.moments()
-    assert measured.norms().item() == pytest.approx(13)
-    assert measured.sizes() == [4]
-    assert found["zeros"].item() == 1
-    assert found["largest"].item() == 12
 
 
 values_of_gradients = st.lists(

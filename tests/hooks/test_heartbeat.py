@@ -70,14 +70,6 @@ def test_without_a_place_to_write_it_says_so_once_and_training_goes_on(caplog):
     assert trainer.hooks.describe()[0].failures == 1
 
 
-def test_a_file_that_cannot_be_written_is_told_once_and_training_goes_on(tmp_path, caplog):
-    (tmp_path / "taken").write_text("a file")
-    trainer = train(Heartbeat(tmp_path / "taken" / "beat.json", every_seconds=ALWAYS))
-    assert trainer.status == "completed"
-    assert caplog.text.count("Cannot write") == 1
-    assert trainer.hooks.describe()[0].failures == 0
-
-
 # -- an address ------------------------------------------------------------------------------------
 
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import sys
-import threading
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import torch
 from loops import batches, fit, make
 from loops import train as run_loop
 
@@ -122,39 +117,6 @@ def test_the_console_shows_every_nth_batch_the_epochs_and_the_end(tmp_path, caps
     assert out[-1] == "training ends at step 14: completed"
 
 
-def test_console_lines_do_not_tear_a_progress_bar(tmp_path, monkeypatch):
-    with terminal() as (stream, shown):
-        monkeypatch.setattr(sys, "stdout", stream)
-        train(tmp_path, ConsoleLogHook(1), data=batches(3), progress="bar")
-        monkeypatch.undo()
-    for n in (1, 2, 3):  # each on a line of its own: nothing before it, a line feed after it
-        line = next(text for text in shown().split("\r\n") if f"batch {n}  step {n}" in text)
-        assert line.split("\x1b[2K")[-1].startswith("epoch 1  batch")
-        assert line.rsplit("average ", 1)[1].replace(".", "").isdigit()
-
-
-@contextmanager
-def terminal():
-    """Give a stream that is a real terminal, and what it shows, to be asked for afterwards."""
-    pty = pytest.importorskip("pty")
-    parent, child = pty.openpty()
-    chunks = []
-
-    def read():
-        with suppress(OSError):  # how Linux says that the other side is closed
-            while chunk := os.read(parent, 65536):
-                chunks.append(chunk)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        with os.fdopen(child, "w") as stream:
-            yield stream, lambda: b"".join(chunks).decode()
-    finally:
-        reader.join()
-        os.close(parent)
-
-
 # -- JSON lines ------------------------------------------------------------------------------------
 
 
@@ -187,21 +149,6 @@ def test_json_lines_have_timestamp_event_epoch_batch_step_and_loss(tmp_path):
     assert written[5]["metrics"].keys() >= {"train/loss", "val/loss"}
     assert written[6]["path"].startswith(str(trainer.run.path))
     assert written[7]["status"] == "completed"
-
-
-def test_values_that_json_does_not_have_are_written_all_the_same(tmp_path):
-    class Odd(hookline.Hook):
-        def on_epoch_end(self, metrics):
-            metrics["nan"] = float("nan")
-            metrics["less"] = -float("inf")
-            metrics["thing"] = {1, 2}.union
-            metrics["tensor"] = torch.zeros(2)
-
-    trainer = train(tmp_path, Odd(), JSONLogHook())
-    metrics = records(trainer.run.path / "log.jsonl")[-2]["metrics"]
-    assert (metrics["nan"], metrics["less"]) == ("NaN", "-Infinity")
-    assert metrics["thing"].startswith("<built-in method union")
-    assert metrics["tensor"] == "tensor([0., 0.])"
 
 
 def test_json_writes_down_what_went_wrong(tmp_path):

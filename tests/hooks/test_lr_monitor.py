@@ -7,7 +7,7 @@ from typing import Any
 
 import loops
 import torch
-from loops import Net, batches, make, train
+from loops import Net, batches, make
 
 import hookline
 from hookline.hooks.monitoring.lr_monitor import LRMonitor
@@ -122,11 +122,3 @@ def test_a_rate_that_is_a_tensor_is_copied_and_not_read(tmp_path: Path) -> None:
         tmp_path, LRMonitor(), parts=(model, adam), schedulers=halved(adam), data=batches(2)
     )
     assert values["lr/Adam"] == [(1, 0.25), (2, 0.125)]
-
-
-def test_a_number_logs_in_every_nth_step(tmp_path: Path) -> None:
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[LRMonitor(every=2)], runs=tmp_path):
-        train(model, optimizer, batches(5))
-    (run,) = tmp_path.iterdir()
-    assert [one["step"] for one in hookline.open_run(run).metrics("lr/SGD")] == [2, 4]

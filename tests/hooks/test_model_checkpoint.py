@@ -112,19 +112,6 @@ def test_the_last_is_the_state_at_the_end_of_training(tmp_path):
     assert steps(again)[-1] == 12
 
 
-def test_an_end_that_was_not_measured_is_never_the_best(tmp_path):
-    hook = ModelCheckpoint(monitor="val/score", save_last=True, save_top_k=1)
-    trainer = fit(tmp_path, Scores(2.0, 1.0), hook, n=4, max_steps=10)
-    assert steps(trainer) == [8, 10]
-    assert (hook.best_model_score, load_checkpoint(hook.best_model_path).info["step"]) == (1.0, 8)
-    named = ModelCheckpoint(
-        monitor="val/score", save_last=True, filename="{step}-{val/score}", save_top_k=2
-    )
-    trainer = fit(tmp_path, Scores(2.0, 1.0), named, n=4, max_steps=10)
-    assert steps(trainer) == [4, 8, 10]
-    assert "nan" in named.last_model_path.name
-
-
 @pytest.mark.parametrize("without", [{"save_last": False}, {"save_last": True}])
 def test_a_training_that_is_stopped_saves_its_end_and_one_that_fails_does_not(tmp_path, without):
     class Ends(hookline.Hook):
@@ -296,23 +283,6 @@ def test_options_that_make_no_sense_together_are_refused(options, message):
         ModelCheckpoint(**options)
 
 
-@pytest.mark.parametrize("kind", [ModelCheckpoint, CheckpointHook])
-def test_without_a_run_folder_the_error_says_what_to_do(tmp_path, kind):
-    with pytest.raises(HookFailedError, match="pass a folder to the hook"):
-        fit(tmp_path, kind(), runs=None)
-
-
-def test_in_a_bare_loop_what_is_missing_is_refused_all_at_once(tmp_path):
-    model, optimizer = make()
-    with (
-        pytest.raises(hookline.NotSuppliedError, match=r"(?s)checkpoint.*session\.epoch\(\)"),
-        hookline.attach(
-            model, optimizer, hooks=[ModelCheckpoint(), CheckpointHook()], runs=tmp_path
-        ),
-    ):
-        train(model, optimizer, batches(1))
-
-
 def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
     model, optimizer = make()
     options = {"monitor": "train/loss", "every_n_steps": 2, "keep_last": 1, "filename": "{step}"}
@@ -331,28 +301,6 @@ def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
 # -- failures -------------------------------------------------------------------------------------
 
 
-class Switches(hookline.Hook):
-    """Disables a hook after steps 3, 9, 15 …, and enables it again three steps later."""
-
-    def on_step_end(self, trainer, step):
-        if step % 6 == 3:
-            trainer.disable_hook("model_checkpoint")
-        elif step % 6 == 0:
-            trainer.enable_hook("model_checkpoint")
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_hook_that_is_disabled_and_enabled_knows_what_it_has_written(tmp_path, background):
-    """It is disabled right after it has asked for a checkpoint, which is not saved yet."""
-    hook = ModelCheckpoint(save_top_k=2, every_n_steps=1)
-    options = {"max_epochs": 1, "checkpoints": {"background": background}}
-    trainer = trainer_of(tmp_path, hook, **options)
-    trainer.add_hook(Switches(), after="model_checkpoint")
-    trainer.fit(batches(30))
-    assert names(trainer) == ["epoch=0-step=26", "epoch=0-step=27"]
-    assert [one["step"] for one in saved(hook)] == [26, 27]
-
-
 class Changes(hookline.Hook):
     """Changes the hooks before some steps."""
 
@@ -362,23 +310,6 @@ class Changes(hookline.Hook):
     def on_train_batch_start(self, trainer, step):
         if step + 1 in self.changes:
             self.changes[step + 1](trainer)
-
-
-class Blocks(hookline.Hook):
-    """Puts a folder in the way of the file `best`."""
-
-    def on_train_start(self, trainer):
-        (trainer.run.checkpoints / "best").mkdir(parents=True)
-
-
-def test_best_that_cannot_be_moved_is_logged_and_training_continues(tmp_path, caplog):
-    hook = ModelCheckpoint(monitor="val/score")
-    trainer = fit(tmp_path, Blocks(), Scores(3.0, 1.0, 4.0, 2.0), hook)
-    assert trainer.status == "completed"
-    assert "Training continues, but:" in caplog.text
-    assert "best could not be written" in caplog.text
-    assert steps(trainer) == [6]
-    assert hook.best_model_score == 1.0
 
 
 def test_a_failed_save_frees_the_name_and_the_end_of_training_saves_again(tmp_path):

@@ -182,13 +182,6 @@ def test_a_message_that_fails_is_sent_again():
     assert len(set(server.texts)) == 1
 
 
-def test_what_the_server_refuses_is_not_sent_again(caplog):
-    with webhook(404) as server:
-        train(NotificationHook(server.url))
-    assert len(server.requests) == 1
-    assert "A notification could not be sent: the server responded with 404." in caplog.text
-
-
 @pytest.mark.parametrize("code", [301, 308])
 def test_a_redirect_is_logged_and_not_followed(caplog, code):
     with webhook() as other, webhook((code, other.url)) as server:

@@ -113,18 +113,6 @@ def test_nothing_is_infinite_or_divided_by_zero() -> None:
         assert all(math.isnan(number) for number in measure(rows).values())
 
 
-def test_modules_without_numbers_are_named_once(tmp_path, caplog) -> None:
-    class Ids(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x > 0).long()
-
-    model = nn.Sequential(Ids(), nn.Embedding(2, 4), nn.Flatten(), nn.Linear(12, 2))
-    fit(tmp_path, model, hookline.OutlierMonitor(log_frequency=1))
-    warnings = [one.message for one in caplog.records if "OutlierMonitor" in one.message]
-    assert len(warnings) == 1
-    assert "measures nothing of '0'" in warnings[0]
-
-
 def fit(folder: Path, model: nn.Module, *hooks: Any, **options: Any) -> dict[Any, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = hookline.TrainerConfig(runs=folder, progress="off")

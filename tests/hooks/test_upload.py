@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from loops import batches, make, make_trainer
 
 import hookline
-from hookline import CheckpointError, ConfigError, Trainer
+from hookline import CheckpointError, Trainer
 from hookline.checkpoint import (
     complete_checkpoints,
     find_checkpoint,
@@ -249,12 +249,6 @@ def test_a_reader_gets_a_complete_checkpoint_or_none_at_any_time_of_an_upload(tm
     assert len(seen) == 16, "eight calls for each checkpoint"
     assert set(seen[:8]) == {""}, "until the manifest of the first is there"
     assert set(seen[8:]) == {"epoch_0000"}
-
-
-@pytest.mark.parametrize("url", ["nothing://bucket", "dask://bucket"])
-def test_a_protocol_that_cannot_be_used_is_an_error_at_once(url):
-    with pytest.raises(ConfigError, match=f"cannot be copied to {url}"):
-        UploadHook(url)
 
 
 # -- a bare loop ----------------------------------------------------------------------------------

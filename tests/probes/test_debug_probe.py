@@ -21,9 +21,6 @@ import hookline
 from hookline.errors import ConfigError, ProbeError
 from hookline.probes.debug_probe import Debug, DebugProbe, Finding
 from hookline.probes.flow import gradient_flow
-from hookline.probes.taps import tap
-from hookline.tensors.device_numbers import read_tensors
-from hookline.tensors.norms import extremes
 
 
 class Layer(nn.Module):
@@ -105,19 +102,6 @@ def test_each_condition_finds_what_it_is_for_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
-)
-def test_values_of_all_precisions_are_measured(dtype: torch.dtype) -> None:
-    good = torch.tensor([-3.0, 2.0]).to(dtype)
-    bad = torch.tensor([1.0, math.inf]).to(dtype)
-    measured = [one for tensor in (good, bad) for one in extremes(tensor) or ()]
-    low, high, _, infinite = read_tensors(measured)
-    assert low == -3
-    assert high == 2
-    assert not math.isfinite(infinite)
-
-
-@pytest.mark.parametrize(
     ("conditions", "message"),
     [
         ("nonfinit", "'nonfinit' is not a condition. Did you mean 'nonfinite'"),
@@ -132,15 +116,6 @@ def test_a_wrong_condition_is_an_error_when_the_probe_is_made(
 ) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         Debug(conditions=conditions)
-
-
-def test_a_named_value_is_checked() -> None:
-    class Tapped(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nan_to_num(tap(x / 0, "scores"))
-
-    (finding,) = found(Tapped(), Debug(None, taps="scores"))
-    assert finding.module == "scores"
 
 
 # -- gradients ------------------------------------------------------------------------------------
@@ -175,32 +150,6 @@ def test_the_first_gradient_on_the_way_back_that_went_bad_is_named(how: str) -> 
     assert (finding.module, finding.of) == ("layers.2.linear", "gradient")
     assert finding.others == ["layers.1.linear", "layers.0.linear"]
     assert "the gradient of the output of 'layers.2.linear'" in str(finding)
-
-
-def test_a_condition_that_fails_for_a_gradient_is_isolated_and_counted(tmp_path: Any) -> None:
-    def fails(tensor: torch.Tensor) -> bool:
-        if torch._C._current_graph_task_id() != -1:
-            raise ZeroDivisionError
-        return False
-
-    probe = Debug("first", fails, gradients=True)
-    _, trainer = fit(probe, tmp_path, bad_step=None)
-    assert (trainer.status, trainer.step) == ("completed", 6)
-    assert trainer.hooks.summary().failures["debug_probe"] >= 3
-
-
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-def test_a_call_under_checkpointing_is_found_once(how: str) -> None:
-    model = Model(how)
-    model.layers[1].factor = math.nan
-    probe = Debug("layers.*", gradients=True)
-    probe.attach(model)
-    model(x_of()).sum().backward()
-    probe.detach()
-    outputs = [finding for finding in probe.findings if finding.of == "output"]
-    assert [(finding.module, finding.others) for finding in outputs] == [
-        ("layers.1", ["layers.2", "layers.3"])
-    ]
 
 
 # -- actions --------------------------------------------------------------------------------------
@@ -391,22 +340,6 @@ def test_the_first_layer_whose_gradient_went_bad_is_named(factor: float, problem
     assert lines[3].startswith("layers.1.linear")
     assert lines[3].endswith(problem)
     assert lines[-1] == f"The first layer with a problem: 'layers.1.linear' ({problem})."
-
-
-def test_thresholds_modules_and_layers_without_gradients() -> None:
-    model = Model()
-    assert {row.problem for row in gradient_flow(model).rows} == {"no gradient"}
-    backward(model)
-    assert gradient_flow(model, vanishing=0.999).first_bad is not None
-    assert [row.layer for row in gradient_flow(model, "layers.1.linear").rows] == [
-        "layers.1.linear"
-    ]
-    assert gradient_flow(model, exploding=1e-6).rows[1].problem == "explodes"
-    model.layers[0].requires_grad_(False)
-    assert len(gradient_flow(model).rows) == 3
-    with torch.no_grad():
-        model.layers[2].linear.weight.grad[0] = 0  # type: ignore[index]
-    assert gradient_flow(model).rows[1].zeros == pytest.approx(4 / 20)
 
 
 # -- compiled models ------------------------------------------------------------------------------

@@ -86,22 +86,6 @@ def test_further_options_of_capture():
         assert manager.list_hooks() == ["a"]
 
 
-def test_several_hooks_on_one_module_have_states_of_their_own():
-    layer = nn.Linear(2, 3)
-    with HookManager() as manager:
-        manager.register_capture_hook(layer, "a")
-        layer(torch.ones(1, 2))
-        manager.register_capture_hook(layer, "b")
-        layer(torch.ones(1, 2))
-        assert [len(manager.get_captured_states(one)) for one in "ab"] == [2, 1]
-        manager.clear_captured_states("a")
-        assert [len(manager.get_captured_states(one)) for one in "ab"] == [0, 1]
-        layer(torch.ones(1, 2))
-        assert [len(manager.get_captured_states(one)) for one in "ab"] == [1, 2]
-        manager.clear_captured_states()
-        assert [len(manager.get_captured_states(one)) for one in "ab"] == [0, 0]
-
-
 # -- the constructor's arguments
 
 
@@ -285,17 +269,6 @@ def test_ids_that_are_taken_unknown_or_none():
         for nothing in ("", None, 3):
             with pytest.raises(TypeError, match="expected a string that is not empty"):
                 manager.register_capture_hook(layer, nothing)
-
-
-def test_register_probe_takes_a_probe_that_is_not_attached_yet():
-    layer = nn.Linear(2, 3)
-    with HookManager() as manager:
-        probe = Fails(0)
-        manager.register_probe(layer, "a", probe)
-        with pytest.raises(ProbeError, match="attached to a module already"):
-            manager.register_probe(layer, "b", probe)
-        with pytest.raises(TypeError, match="expected a Probe"):
-            manager.register_probe(layer, "b", 3)
 
 
 # -- on exit

@@ -9,7 +9,6 @@ import math
 import pickle
 import threading
 import weakref
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -144,14 +143,6 @@ def test_any_division_into_calls_gives_the_same_numbers(sizes, dtype, offset, de
     assert (found["0"].size, found["0"].nonzero, found["0"].std) == (len(whole), 0, 0)
 
 
-def test_values_whose_squares_are_no_single_precision_numbers_any_more():
-    for scale in (1e30, 1e-30):
-        values = randn(1000) * scale
-        expected = definition(values)
-        assert report_of(values)["std"] == pytest.approx(expected["std"], rel=1e-5)
-        assert report_of(values)["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-
-
 def test_what_is_not_finite_is_counted_and_left_out(where):
     values = torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf, 0.0])
     found = report_of(values, torch.tensor([5.0]))
@@ -169,21 +160,6 @@ def test_what_is_not_finite_is_seen_also_when_nobody_asked(where):
     found = report_of(torch.full((2,), math.nan), metrics=["mean", "std", "min", "max", "norm"])
     assert found.pop("nonfinite") == 2
     assert all(math.isnan(value) for value in found.values())
-
-
-@dataclass
-class Output:
-    hidden: torch.Tensor
-    ids: torch.Tensor
-    more: dict[str, Any]
-
-
-def test_all_floating_tensors_of_an_output_count_each_once():
-    a, b = randn(5), 3 + randn(2, 2, seed=1)
-    output = Output(a, torch.arange(9), {"again": a, "other": [b, None]})
-    expected = definition(torch.cat([a, b.reshape(-1)]))
-    assert report_of(output) == pytest.approx(expected, rel=1e-5)
-    assert report_of(torch.arange(3), torch.ones(0)) == {}
 
 
 def test_nothing_of_an_output_is_kept_alive():
@@ -249,25 +225,6 @@ def test_a_unit_is_dead_when_it_never_gave_anything_but_zeros(where):
     assert report_of(first, metrics=["dead"]) == {"dead": 0.75}
     assert report_of(first, second, metrics=["dead"]) == {"dead": 0.5}
     assert report_of((first, second), metrics=["dead"]) == {"dead": 0.75}
-
-
-@pytest.mark.parametrize("batch", [(), (1,), (4,)])
-@pytest.mark.parametrize(
-    ("module", "shape"),
-    [
-        (nn.Conv1d(2, 4, 3), (2, 8)),
-        (nn.Conv2d(2, 4, 3), (2, 8, 8)),
-        (nn.ConvTranspose2d(2, 4, 3), (2, 8, 8)),
-        (nn.Conv3d(2, 4, 3), (2, 8, 8, 8)),
-        (nn.InstanceNorm1d(4, affine=True), (4, 8)),
-        (nn.InstanceNorm2d(4, affine=True), (4, 8, 8)),
-    ],
-)
-def test_channels_are_found_also_where_there_is_no_batch(module, shape, batch):
-    with torch.no_grad():
-        module.bias[:] = torch.tensor([1.0, 0, 0, 0])
-        module.weight[:] = 0
-    assert report_of(randn(*batch, *shape), module=module, metrics=["dead"]) == {"dead": 0.75}
 
 
 # -- functions ------------------------------------------------------------------------------------

@@ -259,42 +259,7 @@ def test_a_schedule_of_the_registration_thins_out_calls_and_events_alike():
     assert [call[:2] for call in probe.calls] == [(2, 0), (2, 0), (5, 1), (5, 1)]
 
 
-def test_schedules_of_probes_hold_in_a_bare_loop_and_need_what_it_provides():
-    model, optimizer = make()
-    probe, late = Sees("first"), Sees("first")
-    with hookline.attach(model, optimizer) as session:
-        session.add_hook(probe, "probe", every=2)
-        session.add_hook(late, "late", from_epoch=1)
-        for _ in range(2):
-            with session.epoch():
-                for x, y in batches(2):
-                    torch.nn.functional.mse_loss(model(x), y).backward()
-                    optimizer.step()
-    assert [step for step, *_ in probe.calls] == [1, 3]
-    assert [step for step, *_ in late.calls] == [2, 3]
-
-
 # -- without gradients
-
-
-def look(model, x, times=2):
-    model.eval()
-    with torch.no_grad():
-        for _ in range(times):
-            model(x)
-            model.first(x)
-    model.train()
-
-
-def test_a_hook_that_calls_the_model_without_gradients_is_not_seen_either():
-    class Looks(hookline.Hook):
-        def on_step_end(self, model):
-            look(model, torch.ones(1, 8))
-
-    model, optimizer = make()
-    probe = Sees("first")
-    Trainer(config(), model, optimizer, hooks=[probe, Looks()]).fit(batches(3))
-    assert [step for step, *_ in probe.calls] == [0, 1, 2]
 
 
 class Checkpointed(torch.nn.Module):

@@ -92,22 +92,6 @@ def test_in_reentrant_checkpointing_each_call_is_captured_once_without_a_gradien
     assert {one[0] for one in seen if one[3] is not None} == {"head", ""}
 
 
-def test_forwards_and_backwards_in_another_order_find_their_states():
-    net = Net(reentrant=False).eval()
-    capture = Capture("blocks.1.up", gradient=True)
-    capture.attach(net)
-    losses = [(net(x(seed=i)) * i).sum() for i in (1, 2, 3)]
-    for i in (1, 0, 2):
-        losses[i].backward()
-    capture.detach()
-    scales = [state.gradient.norm().item() for state in capture.states()]
-    plain = Net().eval()
-    with probe(plain, "blocks.1.up", gradient=True) as seen:
-        for i in (1, 2, 3):
-            (plain(x(seed=i)) * i).sum().backward()
-    assert scales == pytest.approx([state.gradient.norm().item() for state in seen.states()])
-
-
 def test_a_checkpointed_model_trains_the_same_with_probes_on():
     def trained(which):
         net = Net(reentrant=True)
@@ -236,33 +220,6 @@ def test_a_module_whose_forward_is_called_directly_is_named(caplog):
 
 
 # -- modes
-
-
-def test_no_grad_inference_mode_and_eval():
-    net = Net()
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode, probe(net.eval(), "head", gradient=True, input=True) as seen:
-            out = net(x())
-        assert torch.equal(seen["head"].output, out)
-        assert seen["head"].gradient is None
-    given = x()
-    with probe(net.train(), "**.drop") as seen:
-        net(given)
-    with probe(net.eval(), "**.drop") as still:
-        net(given)
-    assert (seen["blocks.0.drop"].output == 0).any()
-    assert not (still["blocks.0.drop"].output == 0).any()
-
-
-def test_under_autocast_dtypes_are_those_that_flow():
-    net = Net()
-    with probe(net, "**", gradient=True) as seen:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = net(x()).float().sum()
-        loss.backward()
-    assert seen["blocks.0.up"].output.dtype is torch.bfloat16
-    assert seen["blocks.0"].output.dtype is torch.float32
-    assert seen["blocks.0.up"].gradient.dtype is torch.bfloat16
 
 
 # -- copies of the model

@@ -205,25 +205,6 @@ def test_collections_that_contain_themselves_are_copied_once():
     assert torch.equal(new[3]["values"][1][0]["t"], -t)
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda v, t: Data(t, v),
-        lambda v, t: [t, v],
-        lambda v, t: (v, t),
-        lambda v, t: {"t": t, 1: v},
-    ],
-)
-def test_what_is_too_deep_is_named_instead(around):
-    t, value = torch.ones(2), None
-    for _ in range(500):
-        value = around(value, t)
-    assert len([*tensors_in(value)]) == 500
-    copied = [*tensors_in(map_tensors(value, torch.neg))]
-    assert len(copied) == 100
-    assert all(torch.equal(one, -t) for one in copied)
-
-
 def test_an_object_that_cannot_be_copied_is_named_instead():
     t = torch.ones(1)
     new = map_tensors([Handle(t), t], torch.clone)
@@ -326,21 +307,6 @@ def test_what_is_dropped_or_cleared_is_freed():
 
 
 # -- clear, forget, close
-
-
-def test_a_gradient_that_comes_later_is_counted():
-    store = Store(memory_limit=4 * KB)
-    keys = [store.add("p", state(i)) for i in range(3)]
-    assert store.add_gradient(keys[1], tensor(1, 5))
-    assert store.nbytes == 4 * KB
-    assert store.states("p")[1].gradient[0] == 5
-    assert store.add_gradient(keys[2], (tensor(1),))  # the oldest goes
-    assert steps(store) == [1, 2]
-    assert store.nbytes == 4 * KB
-    assert not store.add_gradient(keys[0], tensor(1))
-    assert store.counts("p") == Counts(captured=3, kept=2, dropped=1)
-    assert store.add_gradient(keys[1], None)
-    assert store.nbytes == 3 * KB
 
 
 def test_threads_lose_and_mix_nothing():

@@ -23,7 +23,7 @@ from hookline.events import EVENTS
 Loop = Callable[[list[Any], Path], tuple[nn.Module, Any]]
 """Trains with hooks, and writes a run into a folder; returns the model and the session."""
 
-WRITTEN = {"log.jsonl", "traces", "uploaded", "heartbeat"}
+WRITTEN = {"log.jsonl", "uploaded", "heartbeat"}
 """Metrics that built-in hooks write beside the run."""
 
 RECORDS = ("train/loss", "val/loss", "gradients/total/norm", "optimizer/total/update_ratio")

@@ -118,16 +118,6 @@ def test_sparse_gradients_have_a_norm_before_clipping_in_a_bare_loop():
     assert session.hooks.summary().failures == {}
 
 
-def test_the_trainer_clips_the_norm_of_sparse_gradients_as_that_of_dense_ones():
-    weights = {}
-    for sparse in (True, False):
-        model = make_model(sparse)
-        run_trainer([hook := Norms()], model, make_sgd(model), clip_norm=0.1)
-        assert min(hook.norms) > 0.1
-        weights[sparse] = model[0].weight.detach()
-    torch.testing.assert_close(weights[True], weights[False])
-
-
 @both_loops
 @pytest.mark.parametrize("hook", [GradientMonitor, OptimizerMonitor, EMA, DebugHook])
 def test_built_in_hooks_do_not_fail_on_sparse_gradients(run, hook):

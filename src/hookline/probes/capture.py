@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from numbers import Integral
 from typing import Annotated, Any, ClassVar, overload
 
 import torch
@@ -33,8 +31,8 @@ from hookline.tensors.nested import tensors_in
 _MEMORY_LIMIT_MB = 1024.0
 
 
-class NotCapturedError(ProbeError, KeyError, IndexError):
-    """Nothing was captured under this name, or this call was not."""
+class NotCapturedError(ProbeError, KeyError):
+    """Nothing was captured under this name."""
 
 
 def probe(
@@ -314,14 +312,7 @@ class Calls(Sequence[CapturedState]):
     @overload
     def __getitem__(self, index: slice) -> list[CapturedState]: ...
     def __getitem__(self, index: int | slice) -> CapturedState | list[CapturedState]:
-        states = self._capture.states(self._module)
-        if isinstance(index, Integral | slice):
-            with suppress(IndexError, TypeError):  # TypeError: of a slice of something else
-                return states[index]
-        raise NotCapturedError(
-            f"'{self._module}' has no captured call {show_value(index)}; it has "
-            f"{len(states)}. Index them from 0, from the end, or by a slice."
-        )
+        return self._capture.states(self._module)[index]
 
     def __iter__(self) -> Iterator[CapturedState]:
         return iter(self._capture.states(self._module))

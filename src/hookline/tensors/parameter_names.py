@@ -1,11 +1,12 @@
 """Parameters of a model by name, and those that patterns choose.
 
 A pattern of parameters is a part of their names; if no name has that part, a glob as for modules;
-if it starts with `re:`, a regular expression.
+if it has characters that no glob has, or starts with `re:`, a regular expression.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from hookline.tensors.name_patterns import (
     matches_glob,
     module_places,
 )
+
+_ONLY_IN_REGEX = re.compile(r"[\^$\\()|+{]")
 
 
 def named_parameters(model: torch.nn.Module, patterns: Sequence[str] | None) -> dict[int, str]:
@@ -79,7 +82,13 @@ def _match(pattern: str, names: Sequence[str]) -> list[str]:
     if pattern.startswith("re:"):
         return [name for name in names if compile_regex(pattern).fullmatch(name)]
     found = [name for name in names if pattern in name]
-    return found or [name for name in names if matches_glob(pattern, name)]
+    found = found or [name for name in names if matches_glob(pattern, name)]
+    if found or not _ONLY_IN_REGEX.search(pattern):
+        return found
+    try:
+        return [name for name in names if re.search(pattern, name)]
+    except re.error:
+        return []
 
 
 def _describe_mismatch(pattern: str, names: Sequence[str]) -> str:
@@ -87,7 +96,7 @@ def _describe_mismatch(pattern: str, names: Sequence[str]) -> str:
     parts |= {part for name in names for part in name.split(".")}
     candidates = [*names, *sorted(parts - set(names))]
     return (
-        f"No parameter matches '{pattern}', neither as a part of its name, nor as a glob; a "
-        f"regular expression starts with 're:'.{explain_mismatch(pattern, candidates)} "
-        f"The parameters are: {list_names(names)}."
+        f"No parameter matches '{pattern}', neither as a part of its name, nor as a glob, nor as a "
+        f"regular expression.{explain_mismatch(pattern, candidates)} The parameters are: "
+        f"{list_names(names)}."
     )

@@ -50,8 +50,8 @@ class GradientMonitor(ParameterMonitor):
         log_histogram: log histograms.
         percentiles: the percentiles to log, from 0 to 100.
         param_filter: monitor only parameters that match one of these. Each is a substring of a
-            name; if no name contains it, a glob (`*.weight`); or, with `re:` before it, a regular
-            expression.
+            name; if no name contains it, a glob (`*.weight`); if that matches none either, a
+            regular expression.
         log_statistics: log mean, standard deviation, largest magnitude, zeros and nonfinite
             elements; None: if histograms or percentiles are logged.
         vanishing: warn about layers whose norm is below this; None: no warning.

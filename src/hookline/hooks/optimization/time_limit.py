@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 import time
@@ -13,8 +12,6 @@ from hookline.arguments import show_value
 from hookline.errors import ConfigError
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
-
-log = logging.getLogger("hookline")
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([dhms]?)")
@@ -35,11 +32,7 @@ class TimeLimit(BuiltIn):
     hookline_optional_events = frozenset({"on_validation_end"})
     intervenes = True
 
-    def __init__(
-        self,
-        limit: str | float | timedelta,
-        checkpoint: bool = True,
-    ) -> None:
+    def __init__(self, limit: str | float | timedelta, checkpoint: bool = True) -> None:
         self._limit = _seconds(limit)
         self._checkpoint = checkpoint
         self._end: float | None = None
