@@ -1,7 +1,3 @@
-raise SystemExit("""MESSAGE FROM THE LEAD (delete these lines at the top of tests/conftest.py after reading; do not commit them).
-Good work. But what issue 30 names in its section 2 stays (`issues show 30`, read section 2 again sentence by sentence): rule 1 says "for SGD and Adam(W) by about what they say" (the formula check: bring it
-back in its smallest form, as part of one check if you like), and rule 9 "a language model's labels are shifted once" (not shifted at all, and shifted twice: bring labels-not-shifted back).
-And at the end at least 66 of the 73 bugs of the main corpus are still caught with the right subject (run those whose checks changed, bug and fixed twin), no false alarm. You have until 22:50.""")
 """Fixtures that several test files use."""
 
 from __future__ import annotations
