@@ -291,7 +291,8 @@ class ParameterDoesNotChange(Check):
         if type(optimizer) not in (Adam, AdamW) or "exp_avg_sq" not in state:
             return sample.gradient.abs().clamp(max=1)
         square = self.sample(state.get("max_exp_avg_sq", state["exp_avg_sq"]))
-        return self.sample(state["exp_avg"]).abs() / (square.sqrt() + sample.group["eps"])
+        size: Tensor = self.sample(state["exp_avg"]).abs() / (square.sqrt() + sample.group["eps"])
+        return size
 
     def _judge(self, numbers: list[float], optimizer: Any, names: list[str]) -> None:
         moves, should = numbers[: len(names)], numbers[len(names) :]
