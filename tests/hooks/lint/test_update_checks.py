@@ -243,6 +243,24 @@ def test_an_optimizer_that_writes_to_a_copy_is_found(copies: bool) -> None:
         assert (findings[0].subject, findings[0].step) == ("middle.weight", 3)
 
 
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_step_of_torch_that_writes_to_a_copy_is_found(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    model.middle.weight = nn.Parameter(model.middle.weight.detach().t())
+    name = "sgd" if kind is SGD else "adam"
+    module: Any = sys.modules[f"torch.optim.{name}"]
+    original = getattr(module, f"_single_tensor_{name}")
+
+    def broken(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        original([p if p.is_contiguous() else p.clone() for p in params], *args, **kwargs)
+
+    monkeypatch.setattr(module, f"_single_tensor_{name}", broken)
+    (finding,) = lint(model, kind(model.parameters(), lr=0.1, foreach=False))
+    assert (finding.check, finding.subject) == ("parameter-does-not-change", "middle.weight")
+
+
 def test_vanishing_updates_and_steps_without_a_change_are_no_finding() -> None:
     model = layers()
     assert lint(model, OwnSGD(model.parameters(), 1e-12, False)) == []

@@ -46,11 +46,13 @@ class MeanOfMeans(Check):
     @in_due_steps
     def on_before_backward(self, loss: Any) -> None:
         calls, self._calls = self._calls, []
-        is_one = loss is not None and len(calls) == 1 and has_class_labels(calls[0])
-        if not is_one or calls[0].input.ndim < 2 or loss.ndim or calls[0].result.ndim:
+        if loss is None or loss.ndim or len(calls) != 1 or not has_class_labels(calls[0]):
             self._is_clear = False
             return
         call = calls[0]
+        if call.input.ndim < 2 or call.result.ndim:
+            self._is_clear = False
+            return
         self._tensors += [call.result.detach(), loss.detach(), is_label_used(call).sum()]
         is_mean = call.options.get("reduction", "mean") == "mean"
         self._batches.append((is_mean, call.input.shape[1], call.target.numel()))

@@ -123,7 +123,8 @@ class RepeatableCall:
         if one.shape != three.shape or not one.numel() or not one.is_floating_point():
             return None
         is_same = (two - three).abs().max() <= 1e-4 * two.abs().max()
-        return (one == two).all() & is_same & (two != 0).any()
+        is_ignored: Tensor = (one == two).all() & is_same & (two != 0).any()
+        return is_ignored
 
     def _copy(self) -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
         """Return a copy of the model, without hooks, that shares the parameters returned."""

@@ -202,7 +202,7 @@ class LearningRateOfOldRun(_RateCheck):
 
     def compare(self, optimizer: Any, rates: list[float], now: list[float]) -> None:
         """Compare with the rate that the optimizer was made with."""
-        asked = getattr(optimizer, "defaults", {}).get("lr")
+        asked: Any = getattr(optimizer, "defaults", {}).get("lr")
         is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
         is_one = isinstance(asked, float) and len(set(rates)) == 1 and now == rates
         if is_one and not is_scheduled and rates[0] > asked > 0:

@@ -275,16 +275,24 @@ class ParameterDoesNotChange(Check):
             if each.parameter.dtype in _WIDE and not isinstance(each.group.get("lr", 0.0), Tensor)
         ]
         moves = [(each.after != each.before).any() for each in looked_at]
-        # An update is about as large as the gradient, or as 1, times the rate.
         should = [
-            (each.group.get("lr", 0.0) * each.gradient.abs().clamp(max=1)).gt(
-                1e-6 * each.before.abs()
-            )
+            (
+                each.group.get("lr", 0.0) * self._size(optimizer, each) > 1e-6 * each.before.abs()
+            ).any()
             for each in looked_at
         ]
         if looked_at:
             names = [each.name for each in looked_at]
-            self.read([*moves, *(each.any() for each in should)], self._judge, optimizer, names)
+            self.read([*moves, *should], self._judge, optimizer, names)
+
+    def _size(self, optimizer: Any, sample: StepSample) -> Tensor:
+        """Return how large an update is, about, without the learning rate."""
+        state = getattr(optimizer, "state", {}).get(sample.parameter, {})
+        if type(optimizer) not in (Adam, AdamW) or "exp_avg_sq" not in state:
+            return sample.gradient.abs().clamp(max=1)
+        square = self.sample(state.get("max_exp_avg_sq", state["exp_avg_sq"]))
+        size: Tensor = self.sample(state["exp_avg"]).abs() / (square.sqrt() + sample.group["eps"])
+        return size
 
     def _judge(self, numbers: list[float], optimizer: Any, names: list[str]) -> None:
         moves, should = numbers[: len(names)], numbers[len(names) :]
