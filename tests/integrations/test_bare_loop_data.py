@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from fake_clock import FakeClock
 from loops import batches, make, recorder, same, told_in, train, weights
 from torch import nn
 from torch.nn import functional as F
@@ -16,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import hookline
 from hookline import NotSuppliedError
+from hookline.loop import record
 
 
 class Pairs(Dataset):
@@ -306,6 +308,27 @@ def test_tokens_are_counted_where_the_embedding_gets_them(tmp_path):
     with resumed:
         speak(model, optimizer, steps=1)
     assert told_in(hook, "on_step_end")[-1] == {"tokens_seen": 192}
+
+
+def test_tokens_per_second_are_recorded_between_samples_but_not_across_a_load(
+    tmp_path, monkeypatch
+):
+    clock, model_and_optimizer = FakeClock(monkeypatch, record), speaker()
+
+    class Samples(hookline.Hook):
+        def on_step_end(self, step):
+            clock.wait(2**step)
+            session.loop.record._sampler.sample = {}
+
+    with hookline.attach(*model_and_optimizer, hooks=[Samples()], runs=tmp_path) as session:
+        speak(*model_and_optimizer, steps=3)
+        session.notify_checkpoint_loaded("saved.pt", step=3, tokens_seen=1000)
+        speak(*model_and_optimizer, steps=2)
+    run = hookline.open_run(session.run.path)
+    seen = {row["step"]: row["value"] for row in run.metrics("train/tokens_seen")}
+    rates = {row["step"]: row["value"] for row in run.metrics("train/tokens_per_second")}
+    assert seen == {1: 48, 2: 96, 3: 144, 4: 1048, 5: 1096}
+    assert rates == {2: 48 / 4, 3: 48 / 8, 5: 48 / 32}
 
 
 def test_tokens_of_a_compiled_model_are_counted_in_its_inputs():

@@ -57,6 +57,16 @@ def test_a_fork_names_its_parent(tmp_path: Path) -> None:
     assert "forked" not in str(open_run(plain.path))
 
 
+def test_what_depends_on_the_clock_is_no_difference_of_results(tmp_path: Path) -> None:
+    runs = [Run.create(tmp_path, config={}, seed=0, hooks=[]) for _ in range(2)]
+    for value, run in enumerate(runs):
+        for name in ("train/tokens_per_second", "time/data", "system/memory_mb", "train/loss"):
+            run.log(1, 0, name, float(value))
+        run.close()
+    results = hookline.runs.diff_runs(*(open_run(run.path) for run in runs))["results"]
+    assert set(results) == {"train/loss (last)", "train/loss (best)"}
+
+
 def test_a_run_with_other_settings_of_the_same_name_is_not_continued(tmp_path: Path) -> None:
     """The configuration and the training both have `loaders`."""
     training = {"loaders": {"train": {"length": 3}}}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,7 @@ class Record:
         self.skipped_steps = 0
         self._sampler: SystemSampler | None = None
         self._tokens: Callable[[], int | None] = lambda: None
+        self._sampled_tokens: tuple[int, float] | None = None  # at the last sample, and its time
         self._hook_seconds: Callable[[], dict[str, float]] = dict
         self._step_means = Means()  # of what the loop has logged since the last step
         self._hook_statuses: dict[str, str] = {}  # as they were written last
@@ -155,6 +157,7 @@ class Record:
                 self._cleanup = weakref.finalize(self, self._sampler.stop)
                 self._cleanup.atexit = False
             self.phases, self._tokens = PhaseTimes(device), tokens
+            self._sampled_tokens = None
             earlier = _hook_seconds(hooks, {})  # of a run before, with the same hooks
             self._hook_seconds = partial(_hook_seconds, hooks, earlier)
 
@@ -217,7 +220,12 @@ class Record:
             times = self.phases.take(self._hook_seconds())
             values |= {f"time/{phase}": seconds for phase, seconds in times.items()}
             if (tokens := self._tokens()) is not None:
+                now = perf_counter()
                 values["train/tokens_seen"] = tokens
+                if self._sampled_tokens is not None:
+                    before, then = self._sampled_tokens
+                    values["train/tokens_per_second"] = (tokens - before) / (now - then)
+                self._sampled_tokens = tokens, now
             if self.run is not None:  # always so, with a sampler: for type checkers
                 self.run.log_metrics(step, epoch, values)
 
@@ -285,6 +293,7 @@ class Record:
 
     def rewind(self, position: Mapping[str, int]) -> None:
         """Bring the run's metrics log back to where it stood when a checkpoint was saved."""
+        self._sampled_tokens = None  # a rate across a load would be wrong
         if self.run is not None:
             self.run.rewind(position)
             if self._trackers is not None:

@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
+from pydantic import NonNegativeInt
 from torch import nn
 
 from hookline.arguments import describe_value, read_attribute, show_value
 from hookline.errors import ConfigError, ProbeError, listed
 from hookline.hook import HookGroup
 from hookline.options import BuiltIn
+from hookline.probes.attention import FunctionWatch, find_projection
 from hookline.probes.call import Call
 from hookline.probes.capture import Calls, Capture, ProbeResults
 from hookline.probes.extractor import parse_index
@@ -53,6 +56,9 @@ class Edit(BuiltIn, Probe):
         taps: Which of the values that `hookline.tap` names to change, too.
         enable_intervention: The permission to change training.
         where: Whether to change the `"output"` of the modules or their `"input"`, before they run.
+        head: The number of a head, from 0: the modules are attention modules of torch or
+            transformers, and what changes is the slice of this head in the input of their output
+            projection. `patch` then needs a tensor: this input, or the slice.
     """
 
     cost = "The computation of the edit itself, at each call of its modules."
@@ -75,21 +81,29 @@ class Edit(BuiltIn, Probe):
         taps: str | list[str] | tuple[str, ...] = (),
         enable_intervention: bool = False,
         where: Literal["output", "input"] = "output",
+        head: NonNegativeInt | None = None,
     ) -> None:
         if not enable_intervention:
             raise ProbeError(
                 "An edit changes the outputs of modules. Allow it with enable_intervention=True."
             )
         super().__init__(modules, taps)
+        if head is not None:
+            if taps or part is not None:
+                raise ConfigError("Edit: head is for attention modules, without taps and part.")
+            where = "input"  # of the output projection
         if where == "input" and taps:
             raise ConfigError("Edit: a tap has no input. Use where='output' for taps.")
+        self._head = head
+        self._heads: dict[str, int] = {}  # of each attention module
+        self._multi_head: set[str] = set()  # those of torch, which call no projection
         self._where = where
         self.wants_before = self.edits_input = where == "input"
         self._part = _input_path(part) if self.edits_input else part
         self._operation: Operation = operation
         self._value = self._check_value(value)
         self._coefficient = coefficient
-        self._at = None if at is None else parse_index(at, "at")
+        self._at: Any = ... if at is None else parse_index(at, "at")
         self.hookline_options = {
             **self.hookline_options,
             "modules": _describe(modules),
@@ -127,6 +141,12 @@ class Edit(BuiltIn, Probe):
         """Return what replaces the arguments of a module, if the edit is of inputs."""
         if not self.edits_input or call.compiled:
             return None
+        if call.name in self._multi_head:
+            assert isinstance(call.module, nn.MultiheadAttention)
+            edit = partial(self._edit, name=call.name)
+            call.saved = _ProjectionInput(call.module.out_proj.weight, edit)
+            call.saved.start(call.module)
+            return None
         return self._edit_within((call.args, dict(call.kwargs)), call.name)
 
     def choose(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -134,10 +154,30 @@ class Edit(BuiltIn, Probe):
         chosen = super().choose(model)
         for name in chosen:
             self._value_for(name)
-        return chosen
+        if self._head is None:
+            return chosen
+        return {name: self._find_projection(name, module) for name, module in chosen.items()}
+
+    def _find_projection(self, name: str, module: nn.Module) -> nn.Module:
+        """Return the module whose input is edited for a head of an attention module."""
+        projection, heads = find_projection(name, module)
+        if self._head is not None and self._head >= heads:
+            raise ConfigError(f"Edit: head={self._head}, but '{name}' has {heads} heads, from 0.")
+        self._heads[name] = heads
+        if isinstance(module, nn.MultiheadAttention):  # passes the weight to a function
+            self._multi_head.add(name)
+            return module
+        return projection
 
     def after(self, call: Call) -> Any:
         """Return what replaces the output of a module."""
+        if isinstance(call.saved, _ProjectionInput):
+            call.saved.stop()
+            if not call.saved.was_called:
+                raise ProbeError(
+                    f"The edit of head {self._head} of '{call.name}' has changed nothing: no call "
+                    "was seen of torch's `linear` with the weight of its `out_proj`."
+                )
         return None if self.edits_input else self._edit_within(call.output, call.name)
 
     def _edit_within(self, value: Any, name: str) -> Any:
@@ -152,25 +192,38 @@ class Edit(BuiltIn, Probe):
         """Return the edit as a function that can be compiled."""
 
         def edit(value: Any, is_active: torch.Tensor) -> Any:
+            if name in self._multi_head:
+                raise ProbeError(
+                    f"'{name}' is a compiled nn.MultiheadAttention, whose heads cannot be edited. "
+                    "Compile the model without it, or do not compile."
+                )
             path, x = _get_at(value, self._part, self._subject(name))
             return _set_at(value, path, torch.where(is_active, self._edit(x, name), x))
 
         return edit
 
     def _edit(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a tensor with what replaces its elements at the index; without one, all of it."""
-        if self._at is None:
+        """Return a tensor with what replaces its elements at head and index; without, all of it."""
+        if self._at is ... and self._head is None:
             return self._operate(x, name, x)
+        of_head = self._slice_head(x, name)
         try:
-            selected = x[self._at]
+            selected = of_head[self._at]
         except (IndexError, RuntimeError, TypeError) as error:
             raise ProbeError(
                 f"at={_describe(self._at)} does not fit the {self._subject(name)}, which is "
-                f"{shape_text(x)}: {error}"
+                f"{shape_text(of_head)}: {error}"
             ) from error
         result = x.clone()
-        result[self._at] = self._operate(selected, name, x)
+        self._slice_head(result, name)[self._at] = self._operate(selected, name, x)
         return result
+
+    def _slice_head(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the slice of the head, a view; without a head the tensor."""
+        if self._head is None:
+            return x
+        width = x.shape[-1] // self._heads[name]
+        return x[..., self._head * width : (self._head + 1) * width]
 
     def _operate(self, x: torch.Tensor, name: str, full: torch.Tensor) -> torch.Tensor:
         """Return what replaces `x`, the selected part of the full tensor."""
@@ -187,8 +240,8 @@ class Edit(BuiltIn, Probe):
         if self._operation == "replace" and callable(value):
             new = _check_result(value(x.clone()), x, self._subject(name))  # it may work in place
             return new if new.requires_grad or not x.requires_grad else _replace(x, new)
-        if self._operation == "patch" and self._at is not None and value.shape == full.shape:
-            value = value[self._at]  # captured as a whole
+        if self._operation == "patch" and value.shape == full.shape:  # captured as a whole
+            value = self._slice_head(value, name)[self._at]
         return _replace(x, self._convert(value, x, name))
 
     def _convert(self, value: Any, x: torch.Tensor, name: str) -> Any:
@@ -211,9 +264,11 @@ class Edit(BuiltIn, Probe):
             is_valid = is_valid or callable(value)
             expected = "a tensor, a number or a function"
         elif operation == "patch":
-            value = self._captured_tensors(value)
+            expected = "the input of the output projection, a tensor,"
+            if self._head is None:
+                value = self._captured_tensors(value)
+                expected = "what hookline.probe returned, a captured state or a tensor"
             is_valid = isinstance(value, torch.Tensor | _ByName)
-            expected = "what hookline.probe returned, a captured state or a tensor"
         if not is_valid:
             raise ConfigError(
                 f"Edit: '{operation}' needs {expected} as its value, not {describe_value(value)}."
@@ -257,6 +312,22 @@ class Edit(BuiltIn, Probe):
             f"There is no captured state of '{name}' to patch it with. There are states of "
             f"{listed(value)}. Choose one: results['{next(iter(value))}']."
         )
+
+
+class _ProjectionInput(FunctionWatch):
+    """Edits the input of the output projection of `nn.MultiheadAttention`, in one call of it."""
+
+    def __init__(self, weight: torch.Tensor, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._weight, self._edit = weight, edit
+        self.was_called = False
+
+    def see(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function; the projection with another input."""
+        if func is nn.functional.linear and len(args) > 1 and args[1] is self._weight:
+            self.was_called = True
+            args = (self._edit(args[0]), *args[1:])
+        return func(*args, **kwargs)
 
 
 class _ByName(dict[str, Any]):

@@ -12,6 +12,7 @@ from hookline.runs.metric_values import MetricSummary
 from hookline.runs.reader import OpenedRun
 
 _GIT_FIELDS = ("commit", "branch", "dirty")
+_TIMED = ("system/", "time/", "train/tokens_per_second")  # no two runs have the same
 
 Pairs = dict[str, list[Any]]
 
@@ -130,7 +131,7 @@ def describe_results(
     metrics = {
         f"{metric} ({field})": getattr(summary, field)
         for metric, summary in summaries.items()
-        if not metric.startswith(("system/", "time/"))  # no two runs have the same
+        if not metric.startswith(_TIMED)
         for field in ("last", "best")
     }
     return {"status": overview["status"], "steps": overview["steps"], **metrics}

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
-from types import FunctionType
 from typing import Any
 
 import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import HookConfigError
 from hookline.hooks.monitoring.monitor_bases import ModuleMonitor
+from hookline.probes.attention import FunctionWatch
 from hookline.probes.call import Call
 from hookline.probes.module_selection import Which
 from hookline.tensors.name_patterns import module_places
 
 _FUSED = torch.nn.functional.scaled_dot_product_attention
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, Tensor.softmax)
-_MULTI_HEAD: Any = torch.nn.functional.multi_head_attention_forward
 _BLOCK = 1 << 22  # logits that are measured at once
 
 
@@ -152,19 +148,7 @@ def _find_attention(model: nn.Module) -> dict[str, nn.Module]:
 # -- what a module computes with torch's functions: its logits, or a bound of them ----------------
 
 
-def _without_dispatch(function: Any) -> Any:
-    """Return a function of torch that does not hand its call to a `TorchFunctionMode` first."""
-    variables = {**function.__globals__, "has_torch_function": lambda _: False}
-    copied = FunctionType(function.__code__, variables, argdefs=function.__defaults__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
-
-
-_PLAIN_MULTI_HEAD = _without_dispatch(_MULTI_HEAD)
-"""Within it, softmax and fused attention are seen."""
-
-
-class AttentionCalls(TorchFunctionMode):
+class AttentionCalls(FunctionWatch):
     """Measures softmax and fused attention in one call of a module; nothing is changed.
 
     A failure of a measurement is kept as `error`, so that the module does not fail.
@@ -174,34 +158,9 @@ class AttentionCalls(TorchFunctionMode):
         super().__init__()
         self.error: Exception | None = None
         self._found: dict[str, Tensor] = {}
-        self._handle: RemovableHandle | None = None
-        self._active = ExitStack()
 
-    def start(self, module: nn.Module) -> None:
-        """Watch a module's call that begins, until it ends or raises, or until `stop`."""
-        # A hook of its own, since the probe may be disabled within the call. If the module
-        # raises, only the last hook may be removed while PyTorch calls them: this one.
-        self._handle = module.register_forward_hook(lambda *_: self.stop(), always_call=True)
-        self._active.enter_context(self)
-
-    def stop(self) -> None:
-        """Watch no longer."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            active = self._active.pop_all()
-            if self in _get_current_function_mode_stack():
-                active.close()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func is _MULTI_HEAD:
-            with self:
-                return _PLAIN_MULTI_HEAD(*args, **kwargs)
+    def see(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function; measure it first if it is attention."""
         try:
             if func is _FUSED:
                 self._measure_fused(*args, **kwargs)
