@@ -62,7 +62,7 @@ def test_the_events_of_a_real_loop_come_in_the_order_of_the_loop_map():
     with hookline.attach(model, optimizer, hooks=[hook]) as session, session.epoch():
         for x, y in session.batches(batches(1)):
             session.backward(F.mse_loss(model(x), y))
-            session.clip(1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
         with session.validation():
             for _ in session.batches(batches(1)):

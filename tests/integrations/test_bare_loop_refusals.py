@@ -24,7 +24,7 @@ from hookline import LoopError, NotSuppliedError
         ("on_train_batch_end", (), r"for batch in session\.batches\(loader\)"),
         ("on_before_forward", ("batch",), r"for batch in session\.batches\(loader\)"),
         ("on_before_backward", (), r"session\.backward\(loss\)"),
-        ("on_gradient_clip", (), r"session\.clip\(max_norm\)"),
+        ("on_gradient_clip", (), "Clip with torch's functions"),
         ("on_step_end", ("tokens_seen",), r"attach\(…, tokens="),
         ("on_train_start", ("config",), r"attach\(…, config="),
         ("on_step_end", ("run",), r"no run folder"),

@@ -53,7 +53,7 @@ def listen_to_script(text: str) -> ScriptHooks:
         options,
         strict=settings.strict,
         has_default_hooks=not settings.hooks,
-        loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
+        loop_options={"on_stop": "raise"},  # nobody reads `should_stop`
         stopped_code=settings.stopped_code,
         is_quiet=settings.is_temporary,
         finds_strangers=has_lint,
