@@ -82,13 +82,6 @@ def test_a_batch_that_ends_before_the_first_step_has_all_refusals():
     assert str(caught.value).count("  - ") == 3
 
 
-def test_a_hook_that_waits_for_several_events_is_named_once_at_the_end(caplog):
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[hookline.EMA()]):
-        train(model, optimizer, batches(1))
-    assert caplog.text.count("session.validation()") == 1
-
-
 def test_a_parameter_with_a_default_is_never_refused():
     class Modest(hookline.Hook):
         def on_step_end(self, step, epoch=None, mine=-1, **rest):

@@ -606,7 +606,9 @@ class WritesMain(WritesRank):
     ranks = "main"
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp_spawn", marks=pytest.mark.soak), "ddp_fork"]
+)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_processes_that_lightning_starts_from_this_one_have_the_hooks(tmp_path, strategy) -> None:
     trainer = make_trainer(tmp_path, devices=2, strategy=strategy, max_epochs=1)

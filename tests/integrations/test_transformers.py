@@ -213,7 +213,9 @@ def test_what_a_hook_logs_reaches_the_loggers_at_the_trainers_step(tmp_path):
     assert not any("mine/step" in entry for entry in trainer.state.log_history)
 
 
-@pytest.mark.parametrize("how", [{"logging_steps": 3}, {"logging_strategy": "no"}])
+@pytest.mark.parametrize(
+    "how", [{"logging_steps": 3}, pytest.param({"logging_strategy": "no"}, marks=pytest.mark.soak)]
+)
 def test_what_hooks_log_waits_for_the_trainers_logging_steps(tmp_path, how):
     class Log(hookline.Hook):
         def on_step_end(self, trainer, step):
@@ -282,7 +284,7 @@ def test_a_resumed_training_is_exact_and_continues_the_run(tmp_path):
     assert same(weights_of(resumed), weights_of(whole))
 
 
-@pytest.mark.parametrize("step", [4, 8])
+@pytest.mark.parametrize("step", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_a_training_that_continues_after_an_epochs_last_step_ends_this_epoch(tmp_path, step):
     class Epochs(hookline.Hook):
         def __init__(self):
@@ -610,6 +612,7 @@ class CopiesItsTrainer(TrainerCallback):
             self.copied = copy.deepcopy(self.trainer)
 
 
+@pytest.mark.soak
 def test_a_trainer_with_hooks_is_copied_without_them_at_any_time(tmp_path, plain, caplog):
     watch, copies = Watch(), CopiesItsTrainer()
     trainer = make_trainer(tmp_path, eval_strategy="epoch", callbacks=[copies])
