@@ -86,9 +86,9 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "Session": (
         *HOOK_METHODS,
         *("hook_manager", "optimizer", "step", "status", "should_stop", "stop", "detach"),
-        *("epoch", "batches", "validation", "backward", "updates", "clip", "skip_optimizer_step"),
+        *("epoch", "batches", "validation", "backward", "updates", "skip_optimizer_step"),
         *("save_checkpoint", "load_checkpoint", "notify_checkpoint_saved"),
-        *("notify_checkpoint_loaded", "log", "log_dict"),
+        *("log", "log_dict"),
     ),
 }
 INHERITS = ("Session", "Trainer")  # methods of a base class that is not public

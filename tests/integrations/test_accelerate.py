@@ -322,6 +322,7 @@ def metrics_of(runs: Path) -> dict[str, list[float]]:
     return values
 
 
+@pytest.mark.soak
 def test_accelerate_launch_with_two_processes_gives_what_one_gives(tmp_path: Path):
     """A step of two processes has the batches of two that one process accumulates.
 

@@ -166,7 +166,7 @@ class Script:
         self._make = hooks or (self._add,)
         self.hooks = ScriptHooks(
             lambda _: {"hooks": [make() for make in self._make], "runs": None},
-            loop_options={"on_stop": "raise", "stop_grace": 0},
+            loop_options={"on_stop": "raise"},
             on_attach=self.sessions.append,
             **options,
         )

@@ -110,15 +110,6 @@ def test_batches_have_their_own_losses_before_and_after_the_first_step(divisor):
     assert [float(told["loss"]) for _, told in hook.told] == pytest.approx(losses, rel=1e-5)
 
 
-def test_what_was_found_is_said_once(caplog):
-    caplog.set_level("INFO", "hookline")
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[recorder(on_step_end=("loss",))]):
-        accumulate(model, optimizer, [4, 4, 4], PREPARES["divided"])
-    assert caplog.text.count("divides the loss by 4") == 1
-    assert caplog.text.count("attach(…, loss_divided=False)") == 1
-
-
 def test_accumulation_that_begins_later_is_followed():
     hook = recorder(on_step_end=("loss",))
     model, optimizer = make()

@@ -113,7 +113,9 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in complete_checkpoints(folder)]
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", ["model", *(pytest.param(c, marks=pytest.mark.soak) for c in CALLS if c != "model")]
+)
 def test_a_resumed_loop_ends_with_the_same_bits(call: str, tmp_path: Path) -> None:
     random.seed(3)
     whole = Loop(tmp_path / "whole", call)

@@ -220,17 +220,6 @@ def test_other_models_and_hooks_without_gradients_are_not_concerned():
     assert len(hook.seen) == 3
 
 
-def test_sessions_on_the_same_model_each_see_the_clip():
-    first, second = Norms(), Norms()
-    model, optimizer = make()
-    with hookline.attach(model, optimizer, hooks=[first]):
-        with hookline.attach(model, optimizer, hooks=[second]):
-            train(model, optimizer, batches(1), lambda: CLIPS["norm"](model))
-        train(model, optimizer, batches(1), lambda: CLIPS["norm"](model))
-    assert second.seen == first.seen[:3]
-    assert len(first.seen) == 6
-
-
 def test_a_closure_that_clips_is_seen_once_in_a_step():
     hook = recorder("on_gradient_clip", "on_step_end")
     model, _ = make()

@@ -101,24 +101,6 @@ def test_sample_indices_are_those_of_the_batch(workers):
         assert seen == indices
 
 
-def test_sample_indices_through_the_session():
-    model, optimizer = make()
-    hook = Indices()
-    with hookline.attach(model, optimizer, hooks=[hook]) as session:
-        train(model, optimizer, session.batches(shuffled()))
-    assert len(hook.found) == 4
-    for seen, indices in hook.found:
-        assert seen == indices
-
-
-def test_an_iterable_dataset_has_no_indices():
-    model, optimizer = make()
-    hook = Indices()
-    with hookline.attach(model, optimizer, hooks=[hook]):
-        train(model, optimizer, DataLoader(Stream(), batch_size=3))
-    assert [indices for _, indices in hook.found] == [None] * 4
-
-
 def test_micro_batches_end_when_the_next_one_is_used():
     model, optimizer = make()
     hook = recorder("on_step_end", on_train_batch_end=("batch_idx",))
@@ -373,16 +355,6 @@ def test_a_function_that_counts_tokens_needs_batches():
     with hookline.attach(model, optimizer, hooks=[hook], tokens=lambda batch: 5):
         train(model, optimizer, shuffled())
     assert [told["tokens_seen"] for told in told_in(hook, "on_step_end")] == [5, 10, 15, 20]
-
-
-def test_no_tokens_are_counted_if_there_are_none():
-    model, optimizer = speaker()
-    hook = recorder(on_step_end=("tokens_seen",))
-    with (
-        pytest.raises(NotSuppliedError, match="tokens_seen"),
-        hookline.attach(model, optimizer, hooks=[hook], tokens=None),
-    ):
-        speak(model, optimizer)
 
 
 def test_an_embedding_that_is_called_twice_in_a_forward_counts_its_tokens_once():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -256,23 +255,6 @@ def test_hooks_may_come_and_go_and_the_losses_stay(tmp_path: Path) -> None:
     assert events == [{"one": "enabled"}, {"one": "removed"}]
 
 
-def test_a_change_of_hooks_writes_only_what_changed(tmp_path: Path) -> None:
-    model, optimizer = make()
-    first = {f"early{i}": recorder("on_train_end") for i in range(3)}
-    with hookline.attach(model, optimizer, runs=tmp_path) as session:
-        for name, hook in first.items():
-            session.add_hook(hook, name)
-        train(model, optimizer, batches(1))
-        for i in range(100):
-            session.add_hook(recorder("on_train_end"), f"late{i}")
-        session.disable_hook("early1")
-        session.disable_hook("early1")
-        session.remove_hook("late7")
-    events = [event["hooks"] for event in only(tmp_path).events("hooks")]
-    assert events[-3:] == [{"late99": "enabled"}, {"early1": "disabled"}, {"late7": "removed"}]
-    assert all(len(hooks) == 1 for hooks in events)
-
-
 def test_a_failure_at_the_end_of_training_is_in_the_manifest(tmp_path: Path) -> None:
     class Report(hookline.Hook):
         critical = True
@@ -330,17 +312,19 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error_before_training(tmp_pa
 def test_a_run_goes_on_in_another_process_under_its_id(tmp_path: Path) -> None:
     model, optimizer = make()
     with hookline.attach(model, optimizer, runs=tmp_path) as session:
-        train(model, optimizer, batches(3))
+        train(model, optimizer, batches(2))
+        state = session.state_dict()
+        train(model, optimizer, batches(1))
     assert session.run is not None
     run = Run.open(session.run.path, resume=True)
-    with hookline.attach(model, optimizer, runs=run) as again:
-        again.notify_checkpoint_loaded("somewhere.pt", step=2)
+    again = hookline.attach(model, optimizer, runs=run)
+    again.load_state_dict(state)
+    with again:
         train(model, optimizer, batches(2))
     found = only(tmp_path)
     assert again.run is run
     assert (found.id, found.status, len(found.manifest["attempts"])) == (run.id, "completed", 2)
     assert [step for step, _, _ in rows(found, "train/loss")] == [1, 2, 3, 4]
-    assert found.events("resumed")[0]["path"] == "somewhere.pt"
 
 
 @pytest.mark.parametrize(
@@ -356,18 +340,6 @@ def test_any_configuration_is_recorded(tmp_path: Path, config: Any, expected: An
     with hookline.attach(*make(), runs=tmp_path, config=config):
         pass
     assert only(tmp_path).manifest["config"] == expected
-
-
-def test_the_line_at_the_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.INFO, "hookline"),
-        hookline.attach(*make(), [recorder("on_step_end")], runs=tmp_path) as session,
-    ):
-        pass
-    assert session.run is not None
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Run ")]
-    assert session.run.id in line
-    assert line.endswith("hooks: recorder (enabled)")
 
 
 def test_where_the_run_is_and_why_it_stopped_is_shown_without_logging(
@@ -467,7 +439,6 @@ def test_the_last_value_is_kept_in_a_loop_whose_calls_are_not_seen(tmp_path: Pat
     [
         ("", "completed", None),
         ("raise RuntimeError('boom')", "error", "RuntimeError: boom"),
-        ("session.detach(); raise RuntimeError('boom')", "completed", None),
     ],
 )
 def test_a_session_that_is_never_detached_ends_with_the_interpreter(

@@ -117,14 +117,6 @@ def test_hooks_see_the_end_of_a_training_that_a_later_hook_kept_from_starting():
     assert sees.seen == ["start", "HookFailedError", "end"]
 
 
-def test_a_session_that_could_not_start_says_so_when_it_is_used_again():
-    model, optimizer, _ = make()
-    session = hookline.attach(model, optimizer, hooks=[FailsAtStart()])
-    for expected in (hookline.HookFailedError, hookline.LoopError):
-        with pytest.raises(expected), session:
-            pytest.fail("it has started")
-
-
 def test_a_session_that_refuses_the_loop_in_the_first_step_has_ended():
     class NeedsEpochs(hookline.Hook):
         def on_step_end(self, epoch):
@@ -313,7 +305,7 @@ def test_ctrl_c_at_any_line_of_a_session_leaves_nothing_behind(tmp_path, with_ru
             left[line, place] = found
         elif found:
             detach_all()
-        line += 997 if with_run else 61
+        line += 1999 if with_run else 97
     assert line > 2000
     assert left == {}
     if runs is not None:
@@ -332,21 +324,6 @@ def test_ctrl_c_while_a_probe_is_attached_leaves_the_model_as_it_was():
         place = interrupt.place
         if place is not None:
             assert describe(model, optimizer) == before, place
-
-
-def test_ctrl_c_while_a_hook_is_registered_on_a_module_leaves_none_that_is_not_listed():
-    line, place = 0, ("", 0)
-    while place is not None:
-        line += 11
-        model, optimizer, _ = make()
-        interrupt = Interrupt(line)
-        with hookline.probes.HookManager() as manager:
-            with contextlib.suppress(KeyboardInterrupt), interrupt:
-                manager.register_capture_hook(model[0], "first")
-            is_attached = bool(describe(model, optimizer)["modules"])
-            assert is_attached == (manager.list_hooks() == ["first"]), interrupt.place
-        assert describe(model, optimizer)["modules"] == {}
-        place = interrupt.place
 
 
 # -- attached twice -------------------------------------------------------------------------------
@@ -419,7 +396,7 @@ def test_a_second_ctrl_c_at_any_line_of_a_training_leaves_nothing_behind(tmp_pat
         place = interrupt.place
         assert describe(model, optimizer) == before, place
         assert find_threads() == [], place
-        line += 1499
+        line += 2999
     assert line > 10_000
 
 

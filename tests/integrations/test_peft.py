@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -91,10 +90,7 @@ def test_hooks_do_not_change_how_an_adapter_is_trained(tmp_path: Path) -> None:
     assert any("lora_A" in name for name in names)
 
 
-@pytest.mark.parametrize("stop_after", [1, 2])
-def test_a_bare_loop_with_an_adapter_is_resumed_bit_for_bit(
-    tmp_path: Path, stop_after: int
-) -> None:
+def test_a_bare_loop_with_an_adapter_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     whole = make_model()
     ema = averages()
     train(whole, [ema], runs=tmp_path / "whole")
@@ -102,7 +98,7 @@ def test_a_bare_loop_with_an_adapter_is_resumed_bit_for_bit(
     optimizer = make_optimizer(model)
     torch.manual_seed(1)
     with hookline.attach(model, optimizer, hooks=[averages()], runs=tmp_path / "runs") as session:
-        for first in range(0, 2 * stop_after, 2):
+        for first in (0, 2):
             step(model, optimizer, first)
         session.save_checkpoint(tmp_path / "saved", wait=True)
     resumed, again = make_model(), averages()

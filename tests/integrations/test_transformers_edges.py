@@ -19,7 +19,6 @@ from transformers import (
 
 import hookline
 from hookline.errors import LoopError
-from hookline.integrations.transformers import HooklineCallback
 
 
 def make_data(n: int = 8) -> list[dict[str, torch.Tensor]]:
@@ -192,18 +191,14 @@ class FindsCheckpoint(Trainer):
         return super().train(resume_from_checkpoint=folder)
 
 
-@pytest.mark.parametrize("how", ["subclass", "callback"])
-def test_the_checkpoint_that_was_loaded_is_known(tmp_path, how):
+def test_the_checkpoint_that_was_loaded_is_known(tmp_path):
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2)
     hookline.attach(trainer, hooks=[Watch()])
     trainer.train()
     (tmp_path / "output").rename(tmp_path / "moved")
     watch = Watch()
-    trainer = make_trainer(tmp_path, kind=FindsCheckpoint if how == "subclass" else Trainer)
-    if how == "subclass":
-        hookline.attach(trainer, hooks=[watch])
-    else:
-        trainer.add_callback(HooklineCallback([watch]))
+    trainer = make_trainer(tmp_path, kind=FindsCheckpoint)
+    hookline.attach(trainer, hooks=[watch])
     trainer.train(str(tmp_path / "moved" / "checkpoint-2"))
     assert watch.events[:3] == ["train", "loaded 2", "epoch 0"]
     assert watch.steps == 4

@@ -135,7 +135,7 @@ def test_calls_on_the_session_do_nothing_in_a_forked_process(tmp_path):
         assert model(x).abs().sum() > 0  # without the edit
         session.add_hook(lambda activations: seen.append(1), kind="forward")
         session.backward(F.mse_loss(model(x), y))
-        session.clip(1.0)
+        session.updates()
         optimizer.step()
         session.log("a", 1.0)
         session.save_checkpoint(tmp_path / "given")

@@ -203,6 +203,6 @@ def test_what_a_session_has_is_there_while_somebody_has_the_session(tmp_path):
     assert (path / "model.safetensors").is_file()
     x, y = batches(1)[0]
     session.backward(F.mse_loss(session.model(x), y))  # a loop may go on without its hooks
-    session.clip(1.0)
+    session.updates()
     session.log("loss", 1.0)
     assert session.step == 1

@@ -78,7 +78,7 @@ def run_bare_loop(hooks, runs, step=None):
 def run_loop_with_session_backward(hooks, runs):
     def step(session, loss, optimizer):
         session.backward(loss)
-        session.clip(1.0)
+        session.updates()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -130,7 +130,7 @@ def in_bare_loop(
                 for i, (x, y) in enumerate(session.batches(make_loader(shared=True))):
                     session.backward(F.mse_loss(model(x), y), accumulate=ACCUMULATE)
                     if (i + 1) % ACCUMULATE == 0:
-                        session.clip(MAX_NORM)
+                        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
                         optimizer.step()
                         optimizer.zero_grad()
                     if session.should_stop:

@@ -23,7 +23,6 @@ from hookline.arguments import (
     check_mapping,
     check_name,
     check_path,
-    check_whole_number,
     describe_value,
     listed_strings,
     read_items,
@@ -55,7 +54,7 @@ _LIBRARIES = {  # by module and name of the class, so that nothing is imported t
 }
 
 _OF_LIBRARY = ("allow_missing", "evaluator")  # without effect in a bare loop
-_OF_LOOP = ("on_stop", "stop_grace", "step_of")  # without effect in another library's trainer
+_OF_LOOP = ("on_stop", "step_of")  # without effect in another library's trainer
 _OF_PARTS = ("model", "optimizer", "evaluator", "schedulers", "scaler", "loss_divided")
 """Arguments that a trainer knows by itself, unless it is an Ignite engine."""
 
@@ -79,7 +78,6 @@ def attach(
     settings: HookSettings | None = None,
     loss_divided: bool | None = None,
     on_stop: Literal["warn", "raise"] = "warn",
-    stop_grace: int = 10,
     runs: str | os.PathLike[str] | Run | DefaultRuns | None = DefaultRuns.IF_RECORDED,
     checkpoints: CheckpointConfig | Mapping[str, Any] | None = None,
     hparams: Mapping[str, Any] | None = None,
@@ -90,7 +88,6 @@ def attach(
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     evaluator: Any = None,
     allow_missing: bool = False,
-    watch_generation: bool = False,
 ) -> Session:
     """Attach hooks to a training loop, which stays unchanged.
 
@@ -134,9 +131,9 @@ def attach(
         loss_divided: whether a loop with gradient accumulation divides its loss by the number of
             batches in a step. By default, this is read from the loss's graph; a loss that comes out
             of a compiled function needs it.
-        on_stop: what happens if a hook asks to stop and the loop goes on without reading
-            `session.should_stop`: a warning, or `StopTraining` at the end of a step.
-        stop_grace: how many more steps such a loop may take before `StopTraining`.
+        on_stop: what happens if a hook asks to stop: "warn" waits for the loop to read
+            `session.should_stop`, and warns if it goes on; "raise" raises `StopTraining` at the end
+            of the step.
         runs: the folder for runs: each step's loss, the means of epochs, validations, checkpoints
             and toggles are recorded, as by the trainer. Or a run that is open for writing:
             `Run.open(folder, resume=True)` continues one. By default `runs`, if one of the hooks
@@ -154,7 +151,6 @@ def attach(
         evaluator: the Ignite engine that validates the model.
         allow_missing: in another library's trainer, only warn about hooks that need an event which
             it does not give.
-        watch_generation: let probes see the forwards of `model.generate`, too.
     """
     given = dict(locals())  # the arguments, by name
     library = _find_library(target)
@@ -262,8 +258,7 @@ def session_options(**given: Any) -> SimpleNamespace:
     is_auto = isinstance(options.tokens, str) and options.tokens == "auto"
     if options.tokens is not None and not is_auto:
         check_function("attach(…, tokens=…)", options.tokens, "batch")
-    check_whole_number("attach(…, stop_grace=…)", options.stop_grace)
-    for name in ("report", "allow_missing", "watch_generation"):
+    for name in ("report", "allow_missing"):
         check_flag(f"attach(…, {name}=…)", getattr(options, name))
     if options.loss_divided is not None:
         check_flag("attach(…, loss_divided=…)", options.loss_divided)

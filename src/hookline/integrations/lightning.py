@@ -31,6 +31,7 @@ from hookline.integrations.lightning_parts import (
     callback_classes,
     called_parts,
     find_package,
+    writes_in_background,
 )
 from hookline.loop.event_context import parameters_of
 from hookline.loop.model_watch import ForwardTargets
@@ -181,6 +182,11 @@ class HooklineCallback(_Callback):
                 "LightningModule is neither in DDP nor sharded over several of them. In "
                 "`configure_model`, shard it over the mesh of `ModelParallelStrategy(…)`."
             )
+        if writes_in_background(trainer.strategy.checkpoint_io):
+            self._refuse(
+                "AsyncCheckpointIO writes in the background, and does not say when a checkpoint is "
+                "complete. Use another checkpoint plugin to train with hooks."
+            )
         if pl_module.hparams:
             session.use_config(pl_module.hparams)
         session.connect(
@@ -215,7 +221,7 @@ class HooklineCallback(_Callback):
         session = self.session
         if not session.is_training:
             return
-        self._notify_saved(finish=True)
+        self._notify_saved()
         session.end_resumed_epoch()  # if no epoch was left
         if trainer.should_stop and not session.should_stop:
             session.stop("trainer.should_stop was set")
@@ -427,11 +433,11 @@ class HooklineCallback(_Callback):
         is_sharded = is_sharded_loop(self.session.optimizers)
         self._last_state = self.state_dict() if in_all_ranks or not is_sharded else {}
 
-    def _notify_saved(self, *, finish: bool = False) -> None:
+    def _notify_saved(self) -> None:
         """Fire `on_checkpoint_save` for what has been written since the last time."""
         if self._saved is None:
             return
-        for path, step, epoch in self._saved.finish() if finish else self._saved.take():
+        for path, step, epoch in self._saved.take():
             if self.session.is_training:
                 self.session.notify_checkpoint_saved(path, step=step, epoch=epoch)
 

@@ -2,8 +2,7 @@
 
 `Trainer.save_checkpoint` writes every checkpoint, those of `ModelCheckpoint` included, and no
 callback is called after it. So this method is wrapped on the trainer while it trains, and
-`remove_checkpoint` on its strategy. With `AsyncCheckpointIO` it returns before the file is written:
-then the plugin that writes it is wrapped, too.
+`remove_checkpoint` on its strategy.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
-from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +24,14 @@ from hookline.loop.patches import WrappedMethods
 log = logging.getLogger("hookline")
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # each has classes of its own
-_MALICIOUS = ("2.6.2", "2.6.3")  # uploads by somebody else, which steal credentials when imported
 
 
 def callback_classes() -> tuple[type, ...]:
     """Return `Callback` of each of the packages that was imported, or of one that is installed.
 
     Raises:
-        LoopError: Neither is installed, or one is a version that must not be imported.
+        LoopError: Neither is installed.
     """
-    version = None
-    with suppress(metadata.PackageNotFoundError):
-        version = metadata.version("lightning")
-    if version in _MALICIOUS:
-        raise LoopError(
-            f"lightning {version} is installed. This version was a malicious upload that steals "
-            "credentials when it is imported. Install another one, and change your credentials."
-        )
     imported = [name for name in _PACKAGES if name in sys.modules]
     if imported:
         return tuple(import_module(name).Callback for name in imported)
@@ -99,31 +86,15 @@ class SavedCheckpoints:
 
     def __init__(self, trainer: Any, where: Callable[[], tuple[int, int | None]]) -> None:
         self._trainer, self._where = trainer, where
-        self._saved: deque[tuple[str, int, int | None]] = deque()  # path, step, epoch
-        self._writing: dict[str, tuple[int, int | None]] = {}  # by path; in the background
-        self._changed = threading.Condition()
-        self._writer = _background_writer(trainer.strategy.checkpoint_io)
-        if self._writer is not None and trainer.world_size > 1:
-            raise LoopError(
-                "AsyncCheckpointIO writes in the background of the first process, so the others "
-                "do not know when a checkpoint is complete. Use another checkpoint plugin where "
-                "several processes train."
-            )
+        self._saved: list[tuple[str, int, int | None]] = []  # path, step, epoch
         self._wrapped = WrappedMethods()
         self._wrapped.wrap(trainer, "save_checkpoint", self._save)
         self._wrapped.wrap(trainer.strategy, "remove_checkpoint", self._remove)
-        if self._writer is not None:
-            self._wrapped.wrap(self._writer, "save_checkpoint", self._write)
 
     def take(self) -> list[tuple[str, int, int | None]]:
         """Return the checkpoints that were completed since the last call."""
-        return [self._saved.popleft() for _ in range(len(self._saved))]
-
-    def finish(self) -> list[tuple[str, int, int | None]]:
-        """Wait for what is being written, and return what was completed since the last call."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._writing)
-        return self.take()
+        taken, self._saved = self._saved, []
+        return taken
 
     def detach(self) -> None:
         """Put the methods back."""
@@ -131,48 +102,26 @@ class SavedCheckpoints:
 
     def _save(self, save: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         path, where = os.fspath(filepath), self._where()
-        if self._writer is None:
-            result = save(filepath, *args, **kwargs)
-            self._complete(path, where)
-            return result
-        with self._changed:
-            self._writing[path] = where
-        return save(filepath, *args, **kwargs)
+        result = save(filepath, *args, **kwargs)
+        if self._trainer.is_global_zero:
+            _flush(Path(path))
+        self._saved.append((path, *where))
+        return result
 
     def _remove(self, remove: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Forget a checkpoint that was only for a moment, as that of `LearningRateFinder`."""
         path = os.fspath(filepath)
-        for checkpoint in [each for each in list(self._saved) if each[0] == path]:
-            self._saved.remove(checkpoint)
+        self._saved = [each for each in self._saved if each[0] != path]
         return remove(filepath, *args, **kwargs)
 
-    def _write(
-        self, write: Callable[..., Any], checkpoint: Any, path: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Write in the background; the plugin reports what fails."""
-        where = self._writing.get(os.fspath(path), (0, None))
-        try:
-            result = write(checkpoint, path, *args, **kwargs)
-            self._complete(os.fspath(path), where)
-            return result
-        finally:
-            with self._changed:
-                self._writing.pop(os.fspath(path), None)
-                self._changed.notify_all()
 
-    def _complete(self, path: str, where: tuple[int, int | None]) -> None:
-        if self._trainer.is_global_zero:
-            _flush(Path(path))
-        self._saved.append((path, *where))
-
-
-def _background_writer(plugin: Any) -> Any:
-    """Return the plugin that writes for an `AsyncCheckpointIO`; None if there is no such plugin."""
-    is_async = False
-    while (inner := getattr(plugin, "checkpoint_io", None)) is not None:
-        is_async |= any(kind.__name__ == "AsyncCheckpointIO" for kind in type(plugin).__mro__)
-        plugin = inner
-    return plugin if is_async else None
+def writes_in_background(plugin: Any) -> bool:
+    """Return whether a checkpoint plugin is, or wraps, an `AsyncCheckpointIO`."""
+    while plugin is not None:
+        if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(plugin).__mro__):
+            return True
+        plugin = getattr(plugin, "checkpoint_io", None)
+    return False
 
 
 def _flush(path: Path) -> None:

@@ -6,9 +6,7 @@
 A callback of the trainer says where training is. Callbacks get neither batches nor the trainer, so
 five of the trainer's public methods are wrapped on this object while it is attached: `train`,
 `training_step`, `evaluate`, `prediction_step` and `save_model`; and `on_log` of its callback
-handler, so that the trainer's loggers get what hooks log whenever the trainer logs. A callback that
-`add_callback` has added is first called when `train` runs already: then the parts of `train` are
-wrapped, too.
+handler, so that the trainer's loggers get what hooks log whenever the trainer logs.
 
 The trainer would delete old checkpoints (`save_total_limit`) before a new one has the hooks' state
 and a completion file. So its limit is taken away meanwhile, and applied after that.
@@ -34,10 +32,6 @@ from hookline.integrations.bare_loop.loop_parts import unwrap_optimizer
 from hookline.integrations.library import Library
 from hookline.integrations.library_session import LibrarySession
 from hookline.loop.patches import WrappedMethods, calling_frames, find_frame
-
-PARTS_OF_TRAIN = ("_evaluate", "_run_epoch")
-LAST_PART_OF_TRAIN = "_finalize_training"
-"""Private methods that `Trainer.train` calls after `on_train_begin`; the tests check them."""
 
 LIBRARY = Library(
     name="a Hugging Face Trainer",
@@ -122,17 +116,6 @@ class HooklineCallback(TrainerCallback):
         wrap(trainer, "save_model", self._save_model)
         wrap(trainer.callback_handler, "on_log", self._on_log)
 
-    def _bind_to_running(self, trainer: Trainer) -> None:
-        """Wrap the parts of `train`, which runs already: what raises in them ends training."""
-        self.bind(trainer)
-        handler, wrap = trainer.callback_handler, self._wrapped.wrap
-        for later in handler.callbacks[handler.callbacks.index(self) + 1 :]:
-            wrap(later, "on_train_begin", self._part_of_train)
-        wrap(handler, "on_epoch_begin", self._part_of_train)
-        for name in PARTS_OF_TRAIN:
-            wrap(trainer, name, self._part_of_train)
-        wrap(trainer, LAST_PART_OF_TRAIN, self._train)
-
     def _unbind(self) -> None:
         """Put the trainer's own methods back, and its limit, if saving has failed."""
         trainer = self._trainer
@@ -156,18 +139,15 @@ class HooklineCallback(TrainerCallback):
     # -- wrapped methods --------------------------------------------------------------------------
 
     def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = self._part_of_train(train, *args, **kwargs)
+        try:
+            result = train(*args, **kwargs)
+        except BaseException as error:
+            self.session.leave(error)
+            raise
         self.session.leave()
         if self.session.received_signal == "SIGINT":
             raise KeyboardInterrupt
         return result
-
-    def _part_of_train(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except BaseException as error:
-            self.session.leave(error)
-            raise
 
     def _training_step(
         self, training_step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -273,10 +253,13 @@ class HooklineCallback(TrainerCallback):
             self._begin(args, state)
 
     def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
-        if self._trainer is None:  # the callback was added after the trainer was made
-            self._bind_to_running(self._find_trainer())
         trainer, session = self._trainer, self.session
-        assert trainer is not None
+        if trainer is None:
+            raise LoopError(
+                "HooklineCallback was added to a trainer that exists, whose `train` it cannot "
+                "follow. Give it to `Trainer(…, callbacks=[…])`, or call "
+                "`hookline.attach(trainer, hooks=[…])`."
+            )
         if state.is_hyper_param_search:
             raise LoopError(
                 "hyperparameter_search starts training several times, and a session belongs to "

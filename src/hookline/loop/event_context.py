@@ -39,7 +39,6 @@ class EventContext:
         step_in_progress: the number of the step that is being made.
         evaluating: whether the loop validates.
         generating: whether the model generates, which is no training forward.
-        shows_generation: whether it generates, and probes see it.
         means: of the epoch.
         validated: the metrics of the epoch's last validation.
         latest_loss: of the latest batch or step; None before the first.
@@ -75,7 +74,7 @@ class EventContext:
         self.exception: BaseException | None = None
         self.checkpoint_path: Any = None
         self.skipped = False
-        self.evaluating = self.generating = self.shows_generation = False
+        self.evaluating = self.generating = False
         self.means = Means()
         self.validated: dict[str, Any] = {}
         self.latest_loss: Any = None
@@ -293,7 +292,6 @@ class ProbeView:
     trainer = property(attrgetter("_context.trainer"))
     step = property(attrgetter("_context.step"))
     step_in_progress = property(attrgetter("_context.step_in_progress"))
-    shows_generation = property(attrgetter("_context.shows_generation"))
 
     @property
     def epoch(self) -> Any:
@@ -304,7 +302,7 @@ class ProbeView:
     def evaluating(self) -> bool:
         """Whether observing probes see nothing: the loop validates, or the model generates."""
         context = self._context
-        return context.evaluating or (context.generating and not context.shows_generation)
+        return context.evaluating or context.generating
 
 
 def norm_or_nan(compute: Callable[[], torch.Tensor]) -> torch.Tensor:

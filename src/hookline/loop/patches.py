@@ -163,6 +163,12 @@ class _Wrapper(functools.partial[Any]):
         return self.args[0]
 
 
+def find_wrapper(target: Any, name: str) -> Callable[..., Any] | None:
+    """Return the latest wrapper of a method, which takes what to call first; None without one."""
+    own = vars(target).get(name)
+    return own.func if isinstance(own, _Wrapper) else None
+
+
 def _return_method(method: Any) -> Any:
     """Return what a pickled wrapper is replaced by."""
     return method

@@ -19,8 +19,8 @@ from hookline.probes.taps import Taps, arrange_taps
 class ProbeSync:
     """Keeps the probes among a manager's hooks attached to a model while they are enabled.
 
-    `context` has `step`, `epoch`, `step_in_progress`, `evaluating` and `shows_generation`.
-    Probes that only observe see training, not evaluation, and generation if that is shown.
+    `context` has `step`, `epoch`, `step_in_progress` and `evaluating`.
+    Probes that only observe see training, not evaluation.
     """
 
     def __init__(self, hooks: HookManager, model: Any, context: Any) -> None:
@@ -119,11 +119,7 @@ class ProbeSync:
 
         def guard(function: Callable[..., Any], *args: Any) -> Any:
             attachment = probe.attachment
-            if context.evaluating or (
-                attachment is not None
-                and not attachment.is_training
-                and not context.shows_generation
-            ):
+            if context.evaluating or (attachment is not None and not attachment.is_training):
                 return None
             if is_due is not None:
                 try:

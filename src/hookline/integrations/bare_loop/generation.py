@@ -28,11 +28,10 @@ class GenerationWatch:
 
     Args:
         context: has the model, or several.
-        is_shown: whether probes see its forwards.
     """
 
-    def __init__(self, context: EventContext, *, is_shown: bool) -> None:
-        self._context, self._is_shown = context, is_shown
+    def __init__(self, context: EventContext) -> None:
+        self._context = context
         self._depth = 0
         models = models_in(context.model)
         self.modules = {id(part): part for each in models for part in _generating_modules(each)}
@@ -52,7 +51,6 @@ class GenerationWatch:
         """Note that a call of `generate` begins (1), or has ended or failed (-1)."""
         self._depth += count
         self._context.generating = self._depth > 0
-        self._context.shows_generation = self._depth > 0 and self._is_shown
 
 
 def _generating_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -36,9 +36,9 @@ CALLS: Mapping[str, str] = {
     "validation": "Wrap validation: `with session.validation():`.",
     "checkpoint": "Save with `session.save_checkpoint()`, or say when the loop has saved by "
     "itself: `session.notify_checkpoint_saved(path)`.",
-    "resumed": "Load with `session.load_checkpoint()`, or say when the loop has loaded by "
-    "itself: `session.notify_checkpoint_loaded(path, step=…)`.",
-    "clip": "Clip with torch's functions, or let the session clip: `session.clip(max_norm)`.",
+    "resumed": "Load with `session.load_checkpoint()`, or restore what `session.state_dict()` gave "
+    "to the loop's own checkpoint: `session.load_state_dict(…)`.",
+    "clip": "Clip with torch's functions.",
     "tokens": "They are counted in batches with `input_ids` or integer inputs of two or more "
     "dimensions, and in the input of the model's first `nn.Embedding`. Say how to count a batch: "
     "`attach(…, tokens=lambda batch: …)`.",
@@ -79,8 +79,7 @@ _PROBLEMS = {  # loops that hooks would see wrong
     "scaled gradients. Call scaler.step(optimizer), or do not give attach the scaler.",
     "changed gradients": "{listeners} reads gradients before anything has changed them, but this "
     "loop changes them between backward and optimizer.step, other than with torch's clipping "
-    "functions. Call `session.updates()` before that, or let the session clip: "
-    "`session.clip(max_norm)`.",
+    "functions. Call `session.updates()` before that.",
     "scaled clip": "{function} clips gradients that are still scaled, so they are clipped to "
     "another norm than the one that is asked for. Call `scaler.unscale_(optimizer)` before it.",
     "backward after clip": "Backward runs after gradients were clipped, before optimizer.step, so "

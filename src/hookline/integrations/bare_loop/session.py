@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -37,7 +36,6 @@ from hookline.arguments import (
     check_instance,
     check_mapping,
     check_name,
-    check_number,
     check_path,
     check_whole_number,
     describe_value,
@@ -65,7 +63,7 @@ from hookline.integrations.bare_loop.stop_request import StopRequest
 from hookline.interrupts import AllowedInterrupts, HeldInterrupts, remember_interrupt
 from hookline.loop.control_requests import SaveRequest, includes_full_save
 from hookline.loop.evaluation import count_tokens, make_counter, samples_in
-from hookline.loop.event_context import EventContext, device_of, parameters_of
+from hookline.loop.event_context import EventContext, device_of
 from hookline.loop.loop import Loop, Phase, announce, report_checkpoint
 from hookline.loop.model_watch import ForwardTargets, models_in, unwrapped
 from hookline.loop.phase_times import PhaseTimes
@@ -178,7 +176,7 @@ class Session:
         self.run: Run | None = None
         self._runs, self._wants_report = options.runs, options.report
         self._loss_divided, self._accumulated_batches = options.loss_divided, accumulated_batches
-        self._watches_generation, self._step_of = options.watch_generation, step_of
+        self._step_of = step_of
         self._requirements = Requirements()
         given = {"config": options.config, "run": options.runs}
         self._requirements.provided = {n for n, value in given.items() if value is not None}
@@ -190,7 +188,7 @@ class Session:
         self._data: DataWatch | None = None
         self._phases = LoopPhases(self, self._requirements, count)
         self._batch_idx = 0  # of the next batch, where another library's trainer counts them
-        self._stop = StopRequest(self.loop.requests, options.on_stop, options.stop_grace)
+        self._stop = StopRequest(self.loop.requests, options.on_stop)
         self._saves: SessionSaves | None = None  # made when it is needed
         self._restored: tuple[Path, Mapping[str, Any]] | None = None  # the checkpoint, its state
         self._unreported: list[Any] = []  # values of steps that were not recorded when it was saved
@@ -305,9 +303,7 @@ class Session:
             step_of=self._step_of,
             data=self._data,
         )
-        generation = self._generation = GenerationWatch(
-            loop.context, is_shown=self._watches_generation
-        )
+        generation = self._generation = GenerationWatch(loop.context)
         loop.watch, loop.on_fork = watch.hooks_changed, self._leave_in_fork
         this = weakref.proxy(self)
         state.add_items = lambda: this.state_items()
@@ -552,7 +548,6 @@ class Session:
             self.hooks.describe(),
             seed=self._identity.config.get("seed"),
             device=device_of(self.model),
-            # `notify_checkpoint_loaded` may set it
             step=None if is_own and restored is None else self.step,
             resumed_run=None if restored is None else self._find_resumed_run(restored),
             restored=restored,
@@ -1027,39 +1022,13 @@ class Session:
             optimizer: whose gradients are complete, where several have backwards of their own; by
                 default those of all.
         """
-        self._check_optimizer("updates", optimizer)
-        self.begin()
-        self._watch.gradients_ready(optimizer)
-
-    def _check_optimizer(self, method: str, given: Any) -> None:
-        if given is not None and not any(given is own for own in self.optimizers):
+        if optimizer is not None and not any(optimizer is own for own in self.optimizers):
             raise LoopError(
-                f"session.{method}(optimizer=…) got {describe_value(given)}, which is not one of "
+                f"session.updates(optimizer) got {describe_value(optimizer)}, which is not one of "
                 "the optimizers that were attached. Attach it too, or give one of them."
             )
-
-    def clip(
-        self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
-    ) -> torch.Tensor:
-        """Clip unscaled gradients by norm and fire the event; return the norm before clipping.
-
-        Args:
-            max_norm: the largest norm, for each optimizer's gradients.
-            optimizer: whose gradients, where several have backwards of their own; by default all.
-            options: further arguments of `torch.nn.utils.clip_grad_norm_`.
-        """
-        self._check_optimizer("clip", optimizer)
-        norm: Any = max_norm  # a tensor works, too, and infinity only measures
-        if not isinstance(norm, torch.Tensor) and norm != inf:
-            check_number("clip(max_norm)", norm, 0)
-        self.updates(optimizer)
-        norms: list[torch.Tensor] = []
-        for clipped in self.optimizers:
-            if optimizer is None or optimizer is clipped:
-                given = parameters_of(clipped)
-                norms.append(torch.nn.utils.clip_grad_norm_(given, max_norm, **options))
-        total = torch.linalg.vector_norm(torch.stack(norms), options.get("norm_type", 2.0))
-        return norms[0] if len(norms) == 1 else total
+        self.begin()
+        self._watch.gradients_ready(optimizer)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -1247,35 +1216,6 @@ class Session:
     def _event_ended(self) -> None:
         if self._saves is not None and not self.has_ended:
             self._saves.event_ended()
-
-    def notify_checkpoint_loaded(
-        self, path: Any, *, step: int, epoch: int | None = None, tokens_seen: int | None = None
-    ) -> None:
-        """Fire `on_checkpoint_load`: the loop has restored a checkpoint of its own.
-
-        Args:
-            path: the checkpoint.
-            step: completed steps.
-            epoch: the next epoch.
-            tokens_seen: tokens trained on.
-        """
-        for name, number in (("step", step), ("epoch", epoch), ("tokens_seen", tokens_seen)):
-            if number is not None or name == "step":
-                check_whole_number(f"notify_checkpoint_loaded(…, {name}=…)", number)
-        check_path("notify_checkpoint_loaded(path)", path, "the checkpoint")
-        self.begin()
-        self._requirements.provided.add("resumed")
-        context, record = self.loop.context, self.loop.record
-        context.step, context.step_in_progress = step, step + 1
-        if epoch is not None:
-            context.provide("epoch", epoch - 1 if epoch else None)
-        if tokens_seen is not None:
-            context.tokens_seen = tokens_seen
-            self._requirements.provided.add("tokens")
-        context.checkpoint_path = path
-        record.rewind({"step": step})
-        record.event("resumed", path=str(path), step=step)
-        self.fire("on_checkpoint_load")
 
     def log(self, name: str, value: Any, kind: Kind = "scalar") -> None:
         """Give hooks and the run a number, or the run a value of another kind.

@@ -21,14 +21,12 @@ class StopRequest:
         is_ignored: whether the loop went on.
     """
 
-    def __init__(
-        self, requests: ControlRequests, on_stop: Literal["warn", "raise"], grace: int
-    ) -> None:
+    def __init__(self, requests: ControlRequests, on_stop: Literal["warn", "raise"]) -> None:
         self._requests = requests
         self.needs_agreement = False
         self.has_been_read = self.is_ignored = False
         self._is_agreed = False
-        self._on_stop, self._grace = on_stop, grace
+        self._on_stop = on_stop
         self._step = 0
         self._steps_since = -1  # steps that ended after that one, skipped ones included
 
@@ -65,7 +63,7 @@ class StopRequest:
         if self.has_been_read:
             return
         why = f" ({self.reason})" if self.reason else ""
-        if self._on_stop == "raise" and steps >= self._grace:
+        if self._on_stop == "raise":
             self.is_ignored = False  # it ends now
             raise StopTraining(f"Training was asked to stop in step {self._step}{why}.")
         if steps >= 1 and not self.is_ignored:

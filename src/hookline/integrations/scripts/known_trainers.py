@@ -13,43 +13,31 @@ from hookline.errors import LoopError
 from hookline.integrations.attach import attach
 from hookline.integrations.library_session import LibrarySession
 from hookline.integrations.scripts.loop_watch import find_parts, has_parameters
+from hookline.loop.patches import find_wrapper
 
 Parts = Mapping[str, Any]
 Optimizers = list[torch.optim.Optimizer]
 
 
-def attach_to(
-    trainer: Any, original: Callable[..., Any], options: Mapping[str, Any]
-) -> LibrarySession:
+def attach_to(trainer: Any, options: Mapping[str, Any]) -> LibrarySession:
     """Attach to a trainer whose method that trains was called; return the session."""
     if getattr(trainer, "hp_search_backend", None) is not None:
         raise LoopError(
             "hyperparameter_search starts training several times, and a session belongs to one. "
             "Search without hooks."
         )
-    if hasattr(trainer, "add_callback") and _is_overridden(trainer, original):
-        from hookline.integrations.transformers import HooklineCallback
-
-        callback = HooklineCallback(**options)
-        trainer.add_callback(callback)
-        return callback.session
     session = attach(trainer, **options)
     assert isinstance(session, LibrarySession)
     return session
 
 
-def find_run(trainer: Any, original: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return the method that a session has wrapped on this trainer; None if it has not."""
-    own = vars(trainer).get(original.__name__)
-    return None if own is None or _is_overridden(trainer, original) else own
+def find_run(original: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
+    """Return the method that trains, as a session has wrapped it on this trainer.
 
-
-def _is_overridden(trainer: Any, original: Callable[..., Any]) -> bool:
-    """Return whether a subclass has the method, too, and calls this."""
-    method = getattr(type(trainer), original.__name__)
-    while method is not None and method is not original:
-        method = getattr(method, "__wrapped__", None)
-    return method is None
+    The trainer's own is not called: that of a subclass may be running, and has called `original`.
+    """
+    run, wrapper = partial(original, trainer), find_wrapper(trainer, original.__name__)
+    return run if wrapper is None else partial(wrapper, run)
 
 
 # -- what an engine of Ignite trains --------------------------------------------------------------

@@ -53,7 +53,7 @@ def listen_to_script(text: str) -> ScriptHooks:
         options,
         strict=settings.strict,
         has_default_hooks=not settings.hooks,
-        loop_options={"on_stop": "raise", "stop_grace": 0},  # nobody reads `should_stop`
+        loop_options={"on_stop": "raise"},  # nobody reads `should_stop`
         stopped_code=settings.stopped_code,
         is_quiet=settings.is_temporary,
         finds_strangers=has_lint,
@@ -187,24 +187,21 @@ class ScriptHooks:
         what = f"a {type(trainer).__name__} of {module.partition('.')[0]}"
         with self._loop_watch_paused():
             self._end_earlier()
-            begin = partial(self._begin_trainer, trainer, original, parts)
+            begin = partial(self._begin_trainer, trainer, parts)
             session = self._try(what, begin)
-            run = known_trainers.find_run(trainer, original) if session is not None else None
+            find_run = partial if session is None else known_trainers.find_run
+            run = find_run(original, trainer)
             try:
-                return (run or partial(original, trainer))(*args, **kwargs)
+                return run(*args, **kwargs)
             finally:
                 if session is not None:
                     self._note_run(session)
 
     def _begin_trainer(
-        self,
-        trainer: Any,
-        original: Callable[..., Any],
-        parts: Mapping[str, Any],
-        only_possible: bool,
+        self, trainer: Any, parts: Mapping[str, Any], only_possible: bool
     ) -> Session:
         options = {**self._options(only_possible), **parts, "allow_missing": not self._strict}
-        session = known_trainers.attach_to(trainer, original, options)
+        session = known_trainers.attach_to(trainer, options)
         session.is_quiet = self._is_quiet
         self._trainers[trainer] = weakref.ref(session)
         if not self._strict:
