@@ -67,7 +67,7 @@ def next_token(model, step, **inputs):
     return F.cross_entropy(model(ids, **inputs)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-# -- output-depends-on-later-token -----------------------------------------------------------------
+# -- output-depends-on-later-token, labels-not-shifted ---------------------------------------------
 
 
 def test_attention_without_a_causal_mask_is_found_in_the_second_step():
@@ -76,6 +76,17 @@ def test_attention_without_a_causal_mask_is_found_in_the_second_step():
     assert set(found) == {"output-depends-on-later-token"}
     assert found["output-depends-on-later-token"].step == 2
     assert "position 6" in found["output-depends-on-later-token"].message
+
+
+def test_prediction_of_the_same_token_by_a_causal_model_is_found():
+    model = Attention()
+
+    def loss_of(step):
+        return F.cross_entropy(model(tokens(step)).flatten(0, 1), tokens(step).flatten())
+
+    found = lint_steps(model, loss_of, 3)
+    assert set(found) == {"labels-not-shifted"}
+    assert found["labels-not-shifted"].step == 2
 
 
 @pytest.mark.parametrize("case", ["causal", "masked words", "prefix", "noise", "copy", "right"])

@@ -15,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline
 
-sgd: Any = sys.modules["torch.optim.sgd"]
-
 # -- parameter-not-in-optimizer --------------------------------------------------------------------
 
 
@@ -185,6 +183,75 @@ def test_disjoint_alternating_and_separately_used_optimizers_are_no_finding() ->
     assert lint(model, both, step_fn=own_losses) == []
 
 
+# -- update-differs-from-optimizer -----------------------------------------------------------------
+
+_OPTIONS: list[tuple[type[Any], dict[str, Any]]] = [
+    (SGD, {}),
+    (SGD, {"momentum": 0.9, "weight_decay": 0.01}),
+    (SGD, {"momentum": 0.9, "nesterov": True}),
+    (SGD, {"momentum": 0.9, "dampening": 0.3, "maximize": True, "foreach": False}),
+    (Adam, {}),
+    (Adam, {"weight_decay": 0.1, "amsgrad": True, "foreach": False}),
+    (Adam, {"maximize": True, "fused": True}),
+    (AdamW, {"weight_decay": 0.1}),
+    (AdamW, {"amsgrad": True, "betas": (0.0, 0.5)}),
+    (AdamW, {"lr": torch.tensor(0.01), "capturable": False, "foreach": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), _OPTIONS)
+def test_updates_of_torch_are_as_expected(kind: type[Any], options: dict[str, Any]) -> None:
+    model = layers()
+    optimizer = kind(model.parameters(), **{"lr": 0.01, **options})
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    def step(i: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, i).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+
+    assert lint(model, optimizer, step_fn=step, steps=10) == []
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_step_of_torch_that_writes_to_a_copy_is_found(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    model.middle.weight = nn.Parameter(model.middle.weight.detach().t())
+    name = "sgd" if kind is SGD else "adam"
+    module: Any = sys.modules[f"torch.optim.{name}"]
+    original = getattr(module, f"_single_tensor_{name}")
+
+    def broken(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        original([p if p.is_contiguous() else p.clone() for p in params], *args, **kwargs)
+
+    monkeypatch.setattr(module, f"_single_tensor_{name}", broken)
+    (finding,) = lint(model, kind(model.parameters(), lr=0.1, foreach=False))
+    assert (finding.check, finding.subject) == ("update-differs-from-optimizer", "middle.weight")
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_changes_by_hooks_of_users_are_no_finding(
+    kind: Any, dtype: torch.dtype, is_constant: bool
+) -> None:
+    model = layers().to(dtype)
+    optimizer = kind(model.parameters(), lr=0.01)
+    kept = [(p, p.detach().clone()) for p in list(model.parameters())[:-1]]
+
+    @torch.no_grad()
+    def put_back(*args: Any) -> None:
+        for p, values in kept:
+            p.copy_(values if is_constant else p.clamp(-0.1, 0.1))
+
+    optimizer.register_step_post_hook(put_back)
+    assert lint(model, optimizer) == []
+
+
 # -- update-rounded-away ---------------------------------------------------------------------------
 
 
@@ -241,24 +308,6 @@ def test_an_optimizer_that_writes_to_a_copy_is_found(copies: bool) -> None:
     assert ids(findings) == ["parameter-does-not-change"] * copies
     if copies:
         assert (findings[0].subject, findings[0].step) == ("middle.weight", 3)
-
-
-@pytest.mark.parametrize("kind", [SGD, Adam])
-def test_a_step_of_torch_that_writes_to_a_copy_is_found(
-    kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = layers()
-    model.middle.weight = nn.Parameter(model.middle.weight.detach().t())
-    name = "sgd" if kind is SGD else "adam"
-    module: Any = sys.modules[f"torch.optim.{name}"]
-    original = getattr(module, f"_single_tensor_{name}")
-
-    def broken(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
-        original([p if p.is_contiguous() else p.clone() for p in params], *args, **kwargs)
-
-    monkeypatch.setattr(module, f"_single_tensor_{name}", broken)
-    (finding,) = lint(model, kind(model.parameters(), lr=0.1, foreach=False))
-    assert (finding.check, finding.subject) == ("parameter-does-not-change", "middle.weight")
 
 
 def test_vanishing_updates_and_steps_without_a_change_are_no_finding() -> None:
@@ -510,7 +559,7 @@ def test_requires_grad_of_a_module_is_found(wrong: bool) -> None:
 
 
 class OldRate(torch.optim.Optimizer):
-    """SGD, with momentum or not, that goes on with its first learning rate."""
+    """SGD with momentum that goes on with its first learning rate."""
 
     def __init__(self, parameters: Any, lr: float, is_old: bool) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -548,7 +597,8 @@ def test_an_optimizer_that_keeps_its_first_learning_rate_is_found(
         loss_of(model, number).backward()
         optimizer.step()
 
-    assert ids(lint(model, optimizer, step_fn=step)) == ["update-uses-old-values"] * is_old
+    check = "update-uses-old-values" if kind is OldRate else "update-differs-from-optimizer"
+    assert ids(lint(model, optimizer, step_fn=step)) == [check] * is_old
 
 
 class CachedLinear(nn.Linear):

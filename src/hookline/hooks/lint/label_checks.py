@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from hookline.hooks.lint.finding import Check, in_due_steps
+from hookline.hooks.lint.leak_checks import change_later
 from hookline.hooks.lint.loss_graph import LossGraph
-from hookline.hooks.lint.token_labels import aligned, is_shifted_by
+from hookline.hooks.lint.repeated_call import RepeatableCall
+from hookline.hooks.lint.token_labels import aligned, is_any_shifted_by, is_shifted_by, token_ids
 from hookline.hooks.lint.torch_watch import LossCall, ModuleCall
 
 _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -240,6 +242,42 @@ class LabelsShiftedTwice(Check):
         is_same, is_next, is_second, is_third = (any(numbers[i::4]) for i in range(4))
         if is_second and not (is_same or is_next or is_third):
             self.find("cross_entropy", "Every label is the input token two positions later.")
+
+
+class LabelsNotShifted(Check):
+    """A language model learns to repeat its input.
+
+    It is causal, sees each token, and has this token as the label: copying is enough.
+
+    Bug:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    Fix: Compare the output at each position with the next token: `logits[:, :-1]` and `tokens[:,
+        1:]`.
+    Ignore: When the model is to copy.
+    """
+
+    is_active = True
+
+    def on_repeat(self, call: RepeatableCall) -> None:
+        """Compare labels with tokens, and see that the model is causal and sees each token."""
+        ids = token_ids(call.inputs)
+        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
+        if ids is None or compared is None:
+            return
+        same, later = (is_any_shifted_by(count, call.targets, ids) for count in (0, 1))
+        earlier, here = (
+            compared.change(rows=r) for r in (slice(middle), slice(middle, middle + 1))
+        )
+        self.read([same & ~later, earlier, here], self._judge)
+
+    def _judge(self, numbers: list[float]) -> None:
+        is_same, earlier, here = numbers
+        if is_same and here and not earlier:
+            self.find(
+                "cross_entropy",
+                "Every label is the input token at the same position, and no output depends on a "
+                "later token: the model learns to copy.",
+            )
 
 
 class EndTokenNeverTrained(Check):

@@ -93,6 +93,15 @@ def compare_tokens(call: RepeatableCall, ids: Tensor, changed: Tensor) -> Compar
     return None if after is None else Comparison(before, again, after)
 
 
+def change_later(call: RepeatableCall, ids: Tensor) -> tuple[Comparison | None, int]:
+    """Change the tokens from the middle on; return the outputs, and where the middle is."""
+    middle = ids.shape[1] // 2
+    if "later" not in call.shared:
+        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
+        call.shared["later"] = compare_tokens(call, ids, changed)
+    return call.shared["later"], middle
+
+
 def attention_names(view: TrainingView) -> list[str]:
     """Return the names of attention modules, or the class of the model if it has none."""
     found = [n for m, n in view.module_names.items() if "ttention" in type(m).__name__ and n]
@@ -123,12 +132,8 @@ class OutputDependsOnLaterToken(Check):
 
     def on_repeat(self, call: RepeatableCall) -> None:
         ids = token_ids(call.inputs)
-        if ids is None:
-            return
-        middle = ids.shape[1] // 2
-        changed = torch.cat([ids[:, :middle], other_tokens(ids)[:, middle:]], 1)
-        compared = compare_tokens(call, ids, changed)
-        if compared is None:
+        compared, middle = change_later(call, ids) if ids is not None else (None, 0)
+        if ids is None or compared is None:
             return
         others = token_inputs(call.inputs)[1:]  # a translation may see its whole source
         targets = [aligned(target, ids) for target in call.targets]

@@ -36,12 +36,14 @@ class RepeatableCall:
         args: the inputs by position; tensors are copies.
         kwargs: the inputs by name.
         targets: what the loss functions of the step got as targets.
+        shared: what one check has computed and another uses, by name.
     """
 
     def __init__(self, call: ModelCall, targets: list[Tensor]) -> None:
         self._call = call
         self.args, self.kwargs = map_tensors((call.args, call.kwargs), lambda x: x.detach().clone())
         self.targets = targets
+        self.shared: dict[str, Any] = {}
 
     @property
     def device(self) -> torch.device:

@@ -73,6 +73,13 @@ def is_shifted_by(count: int, target: Tensor, ids: Tensor) -> Tensor:
     return is_same & (is_compared.sum() >= _MIN_COMPARED)
 
 
+def is_any_shifted_by(count: int, targets: Iterable[Tensor], ids: Tensor) -> Tensor:
+    """Return whether one of the targets is shifted by `count`."""
+    known = [aligned(target, ids) for target in targets]
+    found = [is_shifted_by(count, target, ids) for target in known if target is not None]
+    return torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool)
+
+
 def other_tokens(ids: Tensor) -> Tensor:
     """Return different numbers, between the smallest and the largest of these."""
     return torch.where(ids == ids.max(), ids.min(), ids + 1)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.optim import SGD, Adam, AdamW
 
 from hookline.hooks.lint.finding import Check, in_due_steps
 from hookline.hooks.lint.loss_graph import LossGraph
 from hookline.hooks.lint.repeated_call import RepeatableCall
-from hookline.hooks.lint.step_samples import StepSample
+from hookline.hooks.lint.step_samples import EXACT, StepSample, steps_alone
 from hookline.hooks.lint.torch_watch import ModuleCall
 from hookline.hooks.lint.training_view import FIRST_STEPS, ParameterPlace, TrainingView
 from hookline.tensors.nested import tensors_in
@@ -24,6 +23,7 @@ _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
 _FEW_UNTRAINED = 0.5  # elements that no optimizer has, per element that one has
 _MAX_UNTRAINED = 3.0  # the same, where parameters of the same kind are trained
+_TOLERANCE = 0.05  # of an update
 _ROUNDED_AWAY = 0.9  # of all elements
 _IN_A_ROW = 3
 _MANY_IN_A_ROW = 5
@@ -207,6 +207,56 @@ class ParameterInTwoOptimizers(Check):
             )
 
 
+class UpdateDiffersFromOptimizer(Check):
+    """A step of SGD, Adam or AdamW changed a parameter by something else than it should.
+
+    It follows from learning rate, options, moments and gradient. A compiled optimizer that keeps an
+    old learning rate, or a kernel that writes to a copy of memory that is not contiguous, subtracts
+    something else, or nothing.
+
+    Bug:
+        step = torch.compile(optimizer.step)  # with a learning rate that was constant when compiled
+    Fix: Make the learning rate a tensor in compiled optimizers; try `foreach=False, fused=False`.
+    Ignore: When something changes weights within the step on purpose.
+    """
+
+    def setup(self) -> None:
+        self._before: dict[int, set[str]] = {}  # by optimizer: what differed in the step before
+
+    def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        known = [s for s in samples if s.expected is not None and s.is_kept]
+        known = [each for each in known if each.parameter.dtype in _WIDE]
+        if known:
+            names = [each.name for each in known]
+            self.read([_compare(each) for each in known], self._judge, optimizer, names)
+
+    def _judge(self, rows: list[list[float]], optimizer: Any, names: list[str]) -> None:
+        named = zip(names, rows, strict=True)
+        wrong = {name: row for name, row in named if row[0] and row[1] > row[0] / 2}
+        self.view.suspects |= set(wrong)
+        previous, self._before[id(optimizer)] = self._before.get(id(optimizer), set()), set(wrong)
+        wrong = {name: row for name, row in wrong.items() if name in previous}
+        if wrong:
+            name, (count, differing, actual, expected) = next(iter(wrong.items()))
+            self.find(
+                list(wrong),
+                f"{type(optimizer).__name__} changed '{name}' by {actual:.3g} (mean magnitude of "
+                f"{count:.0f} sampled elements) where its options, moments and gradient give "
+                f"{expected:.3g}; {differing:.0f} of them differ by more than 5 %.",
+            )
+
+
+def _compare(sample: StepSample) -> Tensor:
+    """Return how many updates count, how many differ, and the mean magnitudes of both."""
+    expected: Any = sample.expected
+    actual = sample.before.to(expected.dtype) - sample.after.to(expected.dtype)
+    rounding = torch.finfo(sample.before.dtype).eps * sample.before.abs().to(expected.dtype)
+    counts = expected.abs() > 32 * rounding
+    differs = (actual - expected).abs() > _TOLERANCE * expected.abs() + 4 * rounding
+    magnitudes = [(each.abs() * counts).sum() / counts.sum() for each in (actual, expected)]
+    return torch.stack([counts.sum(), (counts & differs).sum(), *magnitudes])
+
+
 class UpdateRoundedAway(Check):
     """Updates are too small for the precision of the weights, which stay as they are.
 
@@ -230,9 +280,10 @@ class UpdateRoundedAway(Check):
         is_fixed = any(isinstance(rate, Tensor) for rate in rates)
         if not is_fixed and any(a > b for a, b in zip(rates, before, strict=False)):
             self.in_a_row(False, optimizer)  # it rises: updates become larger
-        rows, narrow = [], [each for each in samples if each.parameter.dtype in _NARROW]
-        for each in narrow if type(optimizer) in (SGD, Adam, AdamW) else ():
-            should = (each.gradient != 0) & (each.group["lr"] != 0)
+        narrow = [s for s in samples if s.expected is not None and s.parameter.dtype in _NARROW]
+        rows = []
+        for each in narrow:
+            should: Any = each.expected != 0
             rows.append(torch.stack([should.sum(), (should & (each.after != each.before)).sum()]))
         if rows:
             parameters = [(each.name, each.parameter.numel()) for each in narrow]
@@ -258,17 +309,19 @@ class UpdateRoundedAway(Check):
 class ParameterDoesNotChange(Check):
     """A parameter with gradients is in an optimizer that steps, but no element of it moves.
 
-    Other parameters of the same optimizer move. A kernel writes to a copy of a parameter that is
-    not contiguous in memory, for example.
+    Looked at in optimizers other than torch's SGD, Adam and AdamW (see
+    `update-differs-from-optimizer`), without hooks of users: for example one that writes to a copy
+    of a parameter that is not contiguous. Other parameters of the same optimizer move.
 
     Bug:
         parameter.data.reshape(-1).add_(update)  # a copy, if the parameter is transposed
-    Fix: Update the parameter in place: `parameter.add_(update.view_as(parameter))`. With an
-        optimizer of torch, try `foreach=False, fused=False`.
+    Fix: Update the parameter in place: `parameter.add_(update.view_as(parameter))`.
     Ignore: When the optimizer keeps some parameters constant on purpose.
     """
 
     def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
+        if type(optimizer) in EXACT or not steps_alone(optimizer):
+            return
         looked_at = [
             each
             for each in samples
@@ -276,23 +329,12 @@ class ParameterDoesNotChange(Check):
         ]
         moves = [(each.after != each.before).any() for each in looked_at]
         should = [
-            (
-                each.group.get("lr", 0.0) * self._size(optimizer, each) > 1e-6 * each.before.abs()
-            ).any()
+            (each.group.get("lr", 0.0) * each.gradient.abs() > 1e-6 * each.before.abs()).any()
             for each in looked_at
         ]
         if looked_at:
             names = [each.name for each in looked_at]
             self.read([*moves, *should], self._judge, optimizer, names)
-
-    def _size(self, optimizer: Any, sample: StepSample) -> Tensor:
-        """Return how large an update is, about, without the learning rate."""
-        state = getattr(optimizer, "state", {}).get(sample.parameter, {})
-        if type(optimizer) not in (Adam, AdamW) or "exp_avg_sq" not in state:
-            return sample.gradient.abs().clamp(max=1)
-        square = self.sample(state.get("max_exp_avg_sq", state["exp_avg_sq"]))
-        size: Tensor = self.sample(state["exp_avg"]).abs() / (square.sqrt() + sample.group["eps"])
-        return size
 
     def _judge(self, numbers: list[float], optimizer: Any, names: list[str]) -> None:
         moves, should = numbers[: len(names)], numbers[len(names) :]
@@ -314,8 +356,8 @@ class UpdateUsesOldValues(Check):
     """An optimizer goes on with the learning rate, or the number of steps, of an earlier step.
 
     An update was captured as a graph (or compiled) when the rate was a plain number, so that later
-    rates have no effect. Looked at in SGD, and in optimizers with the state of SGD with momentum
-    or of Adam.
+    rates have no effect. Looked at in optimizers with the state of SGD with momentum or of Adam,
+    other than torch's own (see `update-differs-from-optimizer`).
 
     Bug:
         graph = make_fx(update)(parameter, gradient, lr)  # lr is a float
@@ -327,7 +369,7 @@ class UpdateUsesOldValues(Check):
         self._first: dict[int, tuple[float, Any]] = {}  # by parameter: rate and count of steps
 
     def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
-        for each in samples:
+        for each in () if type(optimizer) in EXACT else samples:
             rate = each.group.get("lr")
             state = getattr(optimizer, "state", {}).get(each.parameter, {})
             if not isinstance(rate, float) or each.parameter.dtype not in _WIDE:
@@ -340,7 +382,7 @@ class UpdateUsesOldValues(Check):
                 continue
             self.view.suspects.add(each.name)
             moved = (each.before - each.after).double()
-            directions = [self._direction(optimizer, each, state, count) for count in (step, old)]
+            directions = [self._direction(each, state, count) for count in (step, old)]
             if all(direction is not None for direction in directions):
                 pairs = zip((rate, old_rate), directions, strict=True)
                 errors = [(moved - lr * way).norm() / moved.norm() for lr, way in pairs]
@@ -349,7 +391,7 @@ class UpdateUsesOldValues(Check):
                     was, now = f"step {old}", f"{step}"
                 self.read(errors, self._judge, optimizer, each.name, was, now)
 
-    def _direction(self, optimizer: Any, sample: StepSample, state: Any, step: Any) -> Any:
+    def _direction(self, sample: StepSample, state: Any, step: Any) -> Any:
         """Return what the optimizer multiplies by the rate, in this step."""
         names = ("momentum_buffer", "exp_avg", "exp_avg_sq")
         buffer, mean, square = (
@@ -357,15 +399,13 @@ class UpdateUsesOldValues(Check):
             for name in names
         )
         group = sample.group
-        decay = group.get("weight_decay", 0) * sample.before.double()
         if mean is not None and square is not None and "betas" in group:
             one, two = group["betas"]
             if not isinstance(step, Tensor) and not step:
                 return None
-            way = mean / (1 - one**step) / ((square / (1 - two**step)).sqrt() + group.get("eps", 0))
-            return way + decay if isinstance(optimizer, AdamW) else way
-        if buffer is None and type(optimizer) is SGD:
-            return sample.gradient.double() + decay
+            return (
+                mean / (1 - one**step) / ((square / (1 - two**step)).sqrt() + group.get("eps", 0))
+            )
         return buffer
 
     def _judge(self, errors: list[float], optimizer: Any, name: str, was: str, now: str) -> None:
@@ -393,9 +433,10 @@ class OptimizerStateCountsTooManySteps(Check):
     def on_step_sampled(self, optimizer: Any, samples: list[StepSample]) -> None:
         rows = []
         for each in samples:
-            if each.counted is not None and each.moment is not None:
-                sums = [x.abs().sum().double() for x in (each.moment, each.gradient)]
-                rows.append(torch.stack([each.counted.to(sums[0]), *sums]))
+            step, moment = each.state.get("step"), each.state.get("exp_avg")
+            if isinstance(step, Tensor) and isinstance(moment, Tensor):
+                sums = [x.abs().sum().double() for x in (moment, each.gradient)]
+                rows.append(torch.stack([step.to(moment.device).double(), *sums]))
         if rows and self.in_a_row(True, optimizer) <= _IN_A_ROW:
             self.read(rows, self._judge, type(optimizer).__name__)
 
