@@ -235,14 +235,6 @@ def test_check_finds_silent_bugs_that_a_batch_shows(project: Path) -> None:
 HOOK = "hooks.1={name: early_stopping, monitor: val/los}"
 
 
-def test_check_finds_a_metric_that_will_not_be_there(project: Path) -> None:
-    done = run_in_process("check", "train.yaml", HOOK, cwd=project)
-    assert done.returncode == 1
-    said = "command line: hooks.1: EarlyStopping monitors the metric 'val/los'"
-    assert said in done.stderr
-    assert "Did you mean 'val/loss'? The metrics are: 'val/loss'." in done.stderr
-
-
 def test_a_metric_that_is_missing_in_training_is_said_once_and_without_a_traceback(
     project: Path,
 ) -> None:

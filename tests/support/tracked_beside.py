@@ -109,13 +109,12 @@ def active_mlflow_run():
     mlflow.set_experiment("mine")
     with mlflow.start_run() as active:
         mlflow.log_param("seed", "5")
-        path = fit(FOLDER / "active", [OwnMetric()], ["mlflow"])
+        fit(FOLDER / "active", [OwnMetric()], ["mlflow"])
         status = MlflowClient().get_run(active.info.run_id).info.status
     (run,) = MlflowClient().search_runs([active.info.experiment_id])
-    saved = Run.open(path).manifest["trackers"]["mlflow"]["run_id"]
     mlflow.set_tracking_uri(None)
     return {
-        "same": saved == run.info.run_id == active.info.run_id,
+        "same": run.info.run_id == active.info.run_id,
         "status": status,
         "params": [run.data.params["seed"], run.data.params["max_epochs"]],
         "metrics": run.data.metrics,
