@@ -47,6 +47,7 @@ URLS = {
     "google": "https://storage.googleapis.com/b?X-Goog-Signature={}&x=1",
     "key": "https://host/?key={}",
     "account": "AccountName=a;AccountKey={};EndpointSuffix=x",
+    "last field": "Server=a;User Id=b;Password={}",
     "slack": "https://hooks.slack.com/services/T0/{}",
 }
 VARIABLES = ("MY_API_TOKEN", "WANDB_API_KEY", "DATABASE_DSN", "FTP_PASSWORD")
@@ -329,6 +330,9 @@ def test_an_invalid_override_does_not_show_a_secret(tmp_path: Path, text: str) -
         ["'hparams.api_key'=hush"],
         ['--data={"password": ["hush"]}'],
         ["--token", "-hush"],
+        ['{"password": "hush"}'],
+        ['{"a": 1, "password": "x=hush"}'],
+        ["Authorization: Token hush"],
     ],
 )
 def test_an_argument_of_the_command_line(arguments: list[str]) -> None:

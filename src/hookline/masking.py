@@ -120,8 +120,9 @@ _TOKEN = re.compile(  # of well-known services: they are recognised by how they 
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
     r")(?![A-Za-z0-9])"
 )
-_CONNECTION_STRING = re.compile(
-    r"(?i)\b((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]{1,200};"
+_CONNECTION_STRING = re.compile(  # a field between two others, or the first or last one
+    r"(?i)(?:(?<=;)|(?<=; )|\b(?=[^\s;'\"]+;))"
+    r"((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]{1,200}"
 )
 
 
@@ -137,7 +138,7 @@ def _mask_patterns(text: str) -> str:
     if "://" in text:
         text = _URL.sub(lambda found: _mask_url(found[0]), text)
     if "=" in text:
-        text = _CONNECTION_STRING.sub(rf"\1={MASK};", text)
+        text = _CONNECTION_STRING.sub(rf"\1={MASK}", text)
     return _TOKEN.sub(MASK, _SCHEME.sub(rf"\1 {MASK}", text))
 
 
@@ -166,12 +167,16 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
         is_option = re.match(r"--|-.?$", argument) is not None
         if is_value and not is_option:
             masked.append(MASK)
-        elif any(map(_has_secret_name, _KEY.findall(argument))):
-            masked.append(f"{argument.partition('=')[0]}={MASK}")
+        elif found := next(filter(_is_secret_key, _KEY.finditer(argument)), None):
+            masked.append(f"{mask_text(argument[: found.end()])}{MASK}")
         else:
             masked.append(mask_text(argument))
         is_value = argument.startswith("-") and _has_secret_name(argument)
     return masked
+
+
+def _is_secret_key(found: re.Match[str]) -> bool:
+    return _has_secret_name(found[1])
 
 
 def _has_secret_name(name: str) -> bool:

@@ -64,6 +64,11 @@ def lr_of(trainer: Trainer) -> float:
     return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
+def test_a_url_to_fork_from_is_named_as_it_was_given(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="s3://bucket/run is a URL"):
+        make(tmp_path).fit(shuffled(), fork_from="s3://bucket/run")
+
+
 def test_changed_hyperparameters_win_and_all_else_is_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

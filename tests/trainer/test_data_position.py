@@ -156,6 +156,16 @@ def test_persistent_workers_of_a_loader_that_comes_later_in_the_resumed_epoch(tm
     assert same(weights(resumed.model), weights(whole.model))
 
 
+def test_persistent_workers_of_a_loader_whose_pass_in_the_resumed_epoch_is_over(tmp_path):
+    def run(hooks, resume_from=None):
+        loaders = {"a": persistent(), "b": shuffled()}
+        return train(tmp_path, loaders, {"max_epochs": 2}, hooks, resume_from=resume_from)
+
+    whole = run([SaveAt(9)])
+    resumed = run([], whole.run.path / "checkpoints" / "step_000009")
+    assert same(weights(resumed.model), weights(whole.model))
+
+
 def test_random_numbers_in_workers_are_not_restored_and_it_is_said_once(tmp_path, caplog):
     def loader():
         return persistent(RandomTransform(*dataset().tensors))

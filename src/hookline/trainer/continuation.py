@@ -231,7 +231,7 @@ def fork(trainer: Trainer, path: Any) -> tuple[Path, dict[str, Any]]:
     Return the checkpoint, and the field `parent` of the new run's manifest. One message lists the
     settings that were changed.
     """
-    found = trainer.strategy.processes.call_on_main(lambda: find_checkpoint(Path(path)))
+    found = trainer.strategy.processes.call_on_main(lambda: find_checkpoint(path))
     checkpoint = read_checkpoint(trainer, found)
     state = checkpoint.state
     with reported_damage(checkpoint):

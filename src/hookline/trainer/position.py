@@ -93,7 +93,10 @@ class DataPosition:
     ) -> Iterator[tuple[Any, int, int, str]]:
         """Iterate over the batches of this epoch that were not trained on yet."""
         self._device = device
-        self._passes = list(map(make_passes, stream.loaders, stream.names))
+        before, self._passes = self._passes, list(map(make_passes, stream.loaders, stream.names))
+        for passes, last in zip(self._passes, before, strict=False):
+            if last.has_workers:  # also where a resumed epoch had no pass that started them again
+                passes.restore_workers(True)
         self._generators = generators_of(stream.loaders)
         saved, self._saved = self._saved, None
         if saved is None or not saved["loaders"]:
