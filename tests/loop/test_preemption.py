@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import hookline
 from hookline.loop.control_requests import ControlRequests
 from hookline.loop.signals import SignalWatch
+from hookline.trainer.lifecycle import _unanswered
 
 DATA, VAL = batches(5), batches(3, seed=2)
 
@@ -467,6 +468,27 @@ def test_a_preempted_job_is_requeued_before_a_stalled_upload_ends(
     assert hookline.open_run(run).manifest["status"] == "preempted"
     assert "1 checkpoints were not copied" in caplog.text
     assert str(upload.failed[0]) in caplog.text
+
+
+def test_a_scheduler_that_does_not_answer_takes_only_a_part_of_the_grace_time(
+    tmp_path, monkeypatch, caplog
+):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    waits = f"until [ -e {tools}/answer ]; do sleep 0.1; done"
+    (tools / "scontrol").write_text(f"#!/bin/sh\n{waits}\ntouch {tools}/done\n")
+    (tools / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    saving = {"requeue": True, "grace_seconds": 1.0}
+    trainer = make(tmp_path / "runs", SignalAt("on_step_end", 3), checkpoints=saving)
+    trainer.fit(DATA, VAL)
+    assert trainer.status == "preempted"
+    assert "`scontrol requeue 4711` has not answered" in caplog.text
+    assert not (tools / "done").exists()
+    (tools / "answer").touch()  # the call was not ended with the wait for it
+    _unanswered.pop().communicate(timeout=60)
+    assert (tools / "done").exists()
 
 
 def test_a_signal_to_one_rank_limits_what_hooks_of_the_others_wait_for(tmp_path):

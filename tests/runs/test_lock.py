@@ -154,15 +154,21 @@ def test_a_dead_holder_on_another_machine_is_waited_for(
     Run.open(run.path, resume=True).close()
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOLCK, "No locks available"), ImportError("No module named 'fcntl'")]
+)
 def test_without_locks_a_run_is_written_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise error
 
     monkeypatch.setattr(lock, "_flock", refuse)
     run = Run.create(tmp_path, config={}, seed=0, hooks=[])
-    assert "cannot be locked ([Errno 37] No locks available)" in caplog.text
+    assert f"cannot be locked ({error})" in caplog.text
     with pytest.raises(RunError, match="already open for writing in this process"):
         Run.open(run.path, resume=True)
     run.close()

@@ -130,7 +130,7 @@ def _try_lock(handle: int, folder: Path) -> bool:
         _flock(handle, exclusive=True)
     except BlockingIOError:
         return False
-    except OSError as error:  # not supported by the file system
+    except (OSError, ImportError) as error:  # not supported by the file system, or by Windows
         holder = _read_holder(folder)
         if holder and is_process_alive(holder) is not False and _was_written_recently(folder):
             raise RunError(_describe_holder(folder, holder)) from error

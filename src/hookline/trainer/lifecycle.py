@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("hookline")
 
 _TIMEOUT = 30.0  # seconds
+_unanswered: list[subprocess.Popen[str]] = []  # calls that go on
 
 
 def describe_run(trainer: Trainer) -> Identity:
@@ -167,25 +168,41 @@ def requeue(trainer: Trainer) -> None:
 
 
 def requeue_slurm_job(seconds: float | None = None) -> bool:
-    """Requeue the Slurm job of this process; return whether Slurm has accepted it.
+    """Requeue the Slurm job of this process; return whether Slurm has accepted it, or still may.
 
     Outside of a Slurm job this does nothing. A failure is logged and does not raise: the checkpoint
-    is saved already. Of the seconds that this process has left, half is waited, 30 at most.
+    is saved already, and the job can be submitted again by hand. Of the seconds that this process
+    has left, half is waited for an answer, 30 at most. A call that is not answered then goes on,
+    because nothing else brings the job back.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return False
-    command = ["scontrol", "requeue", job]
     timeout = _TIMEOUT if seconds is None else min(_TIMEOUT, seconds / 2)
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout)
-    except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or ""
-        log.warning(
-            "The Slurm job %s could not be requeued: %s %s. If it does not come back, submit it "
-            "again; with --resume it continues from its last checkpoint.",
-            *(job, error, str(output).strip()),
-        )
-        return False
-    log.info("The Slurm job %s was requeued.", job)
-    return True
+        call: subprocess.Popen[str] = subprocess.Popen(["scontrol", "requeue", job], **pipes)
+    except OSError as error:
+        reason = str(error)
+    else:
+        try:
+            output, errors = call.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _unanswered.append(call)
+            log.warning(
+                "`scontrol requeue %s` has not answered within %.3g s. It goes on, and this "
+                "process ends. If the job does not come back, submit it again; with --resume it "
+                "continues from its last checkpoint.",
+                *(job, timeout),
+            )
+            return True
+        if call.returncode == 0:
+            log.info("The Slurm job %s was requeued.", job)
+            return True
+        reason = f"exit code {call.returncode}: {(errors or output).strip()}"
+    log.error(
+        "The Slurm job %s could not be requeued: `scontrol requeue %s` failed (%s). Submit it "
+        "again; with --resume it continues from its last checkpoint.",
+        *(job, job, reason),
+    )
+    return False
