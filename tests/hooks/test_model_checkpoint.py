@@ -298,6 +298,26 @@ def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize(("save_top_k", "kept"), [(1, [8]), (3, [6, 7, 8])])
+def test_a_metric_that_never_comes_is_warned_of_once_and_the_newest_stay(
+    tmp_path, caplog, save_top_k, kept
+):
+    model, optimizer = make()
+    hook = ModelCheckpoint(save_top_k, "train/los", every_n_steps=1, folder=tmp_path)
+    with hookline.attach(model, optimizer, hooks=[hook], runs=None):
+        train(model, optimizer, batches(8))
+    assert [load_checkpoint(p).info["step"] for p in complete_checkpoints(tmp_path)] == kept
+    assert caplog.text.count("WARNING") == 1
+    assert "'train/los', which is missing. Did you mean 'train/loss'?" in caplog.text
+    assert "the second checkpoint without it, at step 2" in caplog.text
+
+
+def test_a_metric_that_validation_will_measure_is_not_warned_of(tmp_path, caplog):
+    hook = ModelCheckpoint(monitor="val/score", every_n_steps=1)
+    fit(tmp_path, Scores(5.0, 4.0, 3.0, 2.0), hook)
+    assert "missing" not in caplog.text
+
+
 # -- failures -------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from hookline.checkpoint.retention import Retention
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import CheckpointError, ConfigError, TrainingError, listed
 from hookline.hook import HookGroup
-from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
+from hookline.hooks.metric_lookup import RequiresMetrics, metric_value, missing_text
 from hookline.options import BuiltIn
 
 log = logging.getLogger("hookline")
@@ -153,7 +153,9 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     A checkpoint is kept if it is among the best, among the newest, or the first of an interval of
     steps. Others that this hook has written are removed after the next checkpoint is durable, but
     never those that the files `best` and `last` in the folder name. Of two equal scores the earlier
-    is better. NaN and infinities rank last, and are never the best.
+    is better. NaN and infinities rank last, the newest first, and are never the best; so do
+    checkpoints that are saved before the metric is first measured. The second of these is a
+    warning, unless validation is still to come.
 
     Args:
         save_top_k: the number of best checkpoints to keep; 0: none, -1: all.
@@ -228,6 +230,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._saved_step = self._measured_step = -1
         self._epochs_ended = 0
         self._is_training = self._has_validated = False
+        self._saved_without_metric = 0
         if self._saves_between_steps:  # then a loop that does not provide epochs is enough
             self.hookline_optional_events = frozenset(  # type: ignore[misc]
                 {"on_epoch_start", "on_epoch_end", "on_validation_end"}
@@ -352,6 +355,23 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             )
             path = self._retention.reserve(name, step, score)
             trainer.save_checkpoint(path, weights_only=self.saves_weights_only)
+            self._warn_of_missing_metric(trainer, step)
+
+    def _warn_of_missing_metric(self, trainer: Any, step: int) -> None:
+        """Warn once, at the second checkpoint without the metric, unless validation is to come."""
+        if self._monitor is None or self._monitor in self._latest_metrics or not self._is_training:
+            return
+        self._saved_without_metric += 1
+        if self._saved_without_metric == 2 and self._has_validated >= self._validates(trainer):
+            text = missing_text(self._latest_metrics, self._monitor, type(self).__name__, trainer)
+            if hasattr(trainer, "epoch") and not self._monitor.startswith(("val/", "eval/")):
+                text += " Means of logged values come at the end of `with session.epoch():`."
+            log.warning(
+                "%s This is the second checkpoint without it, at step %d: until the metric is "
+                "measured, the newest is kept instead of the best.",
+                text,
+                step,
+            )
 
     def _score(self, metrics: Mapping[str, Any], step: int) -> float | None:
         return None if self._monitor is None else self._value(metrics, self._monitor, step)
