@@ -69,7 +69,8 @@ def steps(trainer: Trainer) -> list[int]:
     [(0, []), (1, [6]), (2, [6, 12]), (3, [3, 6, 12]), (-1, [3, 6, 9, 12])],
 )
 def test_the_best_k_stay(tmp_path, save_top_k, expected):
-    hook = ModelCheckpoint(save_top_k=save_top_k, monitor="val/score", save_on_train_epoch_end=True)
+    options = {} if save_top_k else {"keep_every": 100}  # which keeps none of these
+    hook = ModelCheckpoint(save_top_k, "val/score", save_on_train_epoch_end=True, **options)
     trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook)
     assert steps(trainer) == expected
     best = trainer.run.checkpoints / "best"
@@ -271,6 +272,7 @@ def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
         ({"every_n_steps": 2, "every_n_epochs": 2}, "every and every_n_epochs both"),
         ({"every_n_steps": 2, "every_n_minutes": 1}, "every and every_n_minutes both"),
         ({"every_n_minutes": 1, "every_n_epochs": 2}, "every_n_minutes and every_n_epochs both"),
+        ({"save_top_k": 0, "every": 5}, "save_top_k=0 alone keeps no checkpoint"),
         ({"save_top_k": -1, "keep_last": 2}, "so 'keep_last' has no effect"),
         (
             {"save_top_k": -1, "keep_every": 2},
@@ -281,6 +283,11 @@ def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
 def test_options_that_make_no_sense_together_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         ModelCheckpoint(**options)
+
+
+@pytest.mark.parametrize("options", [{"save_last": True}, {"keep_last": 1}, {"keep_every": 9}])
+def test_no_best_checkpoint_is_fine_if_another_option_keeps_some(options):
+    ModelCheckpoint(save_top_k=0, **options)
 
 
 def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):

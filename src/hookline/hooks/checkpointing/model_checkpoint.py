@@ -158,7 +158,8 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     warning, unless validation is still to come.
 
     Args:
-        save_top_k: the number of best checkpoints to keep; 0: none, -1: all.
+        save_top_k: the number of best checkpoints to keep; 0: none, if another option keeps some;
+            -1: all.
         monitor: the metric to rank by, such as `val/loss`; None: the newest is the best.
         mode: whether lower (`min`) or higher (`max`) is better.
         save_last: save every time and at the end of training, and also keep the newest checkpoint,
@@ -206,7 +207,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
         )
-        _check_retention(save_top_k, keep_last=keep_last, keep_every=keep_every)
+        _check_retention(save_top_k, save_last, keep_last=keep_last, keep_every=keep_every)
         self._monitor, self._mode = monitor, mode
         self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
         self._every_steps, self._every_minutes = every, every_n_minutes
@@ -432,8 +433,13 @@ def _check_triggers(**options: Any) -> None:
         )
 
 
-def _check_retention(save_top_k: int, **others: int | None) -> None:
-    """Raise if an option has no effect, because all checkpoints are kept."""
+def _check_retention(save_top_k: int, save_last: bool, **others: int | None) -> None:
+    """Raise if no checkpoint is kept, or an option has no effect because all are."""
+    if save_top_k == 0 and not save_last and not any(others.values()):
+        raise ConfigError(
+            "ModelCheckpoint: save_top_k=0 alone keeps no checkpoint. Also pass save_last=True, "
+            "keep_last or keep_every, or remove it."
+        )
     useless = [name for name, value in others.items() if value is not None]
     if save_top_k == -1 and useless:
         raise ConfigError(
