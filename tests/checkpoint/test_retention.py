@@ -74,11 +74,14 @@ def test_what_is_not_finite_ranks_last_and_is_never_the_best(tmp_path, mode, bad
     save(retention, "a", bad)
     assert retention.best is None
     assert not (tmp_path / "best").exists()
-    assert not retention.would_keep(0, bad), "an equal score does not displace the earlier one"
-    save(retention, "b", 5.0)
+    save(retention, "b", bad)
+    assert names(tmp_path) == ["b"], "without a score the newest stays"
+    save(retention, "c", 5.0)
     assert retention.best is not None
-    assert retention.best.name == "b"
-    assert names(tmp_path) == ["b"]
+    assert retention.best.name == "c"
+    assert not retention.would_keep(0, bad)
+    assert not retention.would_keep(0, 5.0), "an equal score does not displace the earlier one"
+    assert names(tmp_path) == ["c"]
 
 
 @settings(max_examples=20, deadline=None)

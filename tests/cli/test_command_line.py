@@ -188,6 +188,19 @@ def test_help_teaches_with_examples_and_imports_neither_torch_nor_yaml() -> None
         assert example in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("run", "Without any: gradients, learning rate, loss spikes and non-finite values."),
+        ("lint", "Keep the run and its report in this folder of runs; by default nothing is kept."),
+    ],
+)
+def test_help_says_what_is_the_default(command: str, sentence: str) -> None:
+    code, output = call_hookline(command, "--help")
+    assert code == 0
+    assert sentence in " ".join(output.replace("│", " ").split())
+
+
 def test_an_error_of_hookline_is_its_message_and_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

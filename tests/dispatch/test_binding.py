@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hookline import Hook, HookManager, HookSettings, SignatureError
+from hookline import DebugHook, ForwardHook, Hook, HookManager, HookSettings, SignatureError
 from hookline.events import EVENTS
 
 
@@ -114,6 +114,11 @@ def test_any_signature_gets_exactly_the_values_it_names(case):
         ("async def on_step_end(self, step): pass", ["Watch.on_step_end is a coroutine"]),
         ("async def on_step_end(self): yield", ["Watch.on_step_end"]),
         ("def on_step_end(self): yield", ["Watch.on_step_end contains `yield`"]),
+        (
+            "def on_step_end(step, loss): pass",
+            ["Watch.on_step_end has no parameter `self`", "'step'", "`def on_step_end(self, …)`"],
+        ),
+        ("def on_train_end(): pass", ["Watch.on_train_end has no parameter `self`", "missing"]),
         ("on_step_end = 3", ["Watch.on_step_end is a int"]),
         (
             "on_step_end = type",  # its signature depends on the number of arguments
@@ -143,6 +148,49 @@ def test_a_coroutine_behind_a_decorator_raises_an_error():
             pass
 
     assert "Watch.on_step_end is a coroutine" in registration_error(Watch())
+
+
+def test_a_forward_hook_without_self_raises_an_error():
+    class Scale(ForwardHook):
+        def __call__(activations):  # noqa: N805 - that is the mistake
+            pass
+
+    assert "Scale.__call__ has no parameter `self`" in registration_error(Scale())
+
+
+def test_a_hook_that_no_event_calls_is_warned_of_with_the_nearest_events(caplog):
+    class Watch(Hook):
+        def step_end(self, step):
+            pass
+
+        def onTrainBatchStart(self):  # noqa: N802 - that is the mistake
+            pass
+
+        def summary(self):
+            pass
+
+    HookManager([Watch()])
+    (record,) = caplog.records
+    assert "Watch has no method that is an event, so it is never called." in record.getMessage()
+    assert "If 'step_end' is meant to be one, name it 'on_step_end'." in record.getMessage()
+    assert (
+        "'onTrainBatchStart' is meant to be one, name it 'on_train_batch_start'."
+        in record.getMessage()
+    )
+    assert "summary" not in record.getMessage()
+
+
+def test_a_hook_that_only_has_a_state_is_not_warned_of(caplog):
+    class Position(Hook):
+        def state_dict(self):
+            return {"at": 3}
+
+    class Scale(ForwardHook):
+        def __call__(self, activations):
+            pass
+
+    HookManager([Position(), Scale(), DebugHook(check=["loss"])])
+    assert caplog.records == []
 
 
 # -- defaults and collecting parameters ------------------------------------------------------------

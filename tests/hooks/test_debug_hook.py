@@ -311,7 +311,35 @@ def test_it_looks_at_every_nth_step_only(caplog, what):
     train(hook, data=[bad_batch(), *batches(5)])
     said = warnings(caplog)
     assert said[0].startswith("Step 3: ")
+    assert "4 of 4 parameters are not finite, so none is named as the first" in said[0]
+    assert "as steps 1 to 2 were not looked at" in said[0]
+    assert "`hookline run --hook debug:action=stop" in said[0]
+    assert "first parameter" not in said[0]
+    assert "the last is" not in said[0]
     assert said[1].endswith("in 2 check(s).")
+
+
+def test_no_parameter_is_named_the_first_when_the_step_before_spoiled_most(caplog):
+    class NanGradients(hookline.Hook):
+        def on_after_backward(self, model):
+            for parameter in model.parameters():
+                parameter.grad.fill_(NAN)
+
+    train(NanGradients(), DebugHook(action="warn", check=["loss"]))
+    said = warnings(caplog)[0]
+    assert said.startswith("Step 2: The loss is nan. 4 of 4 parameters are not finite")
+    assert "the origin is older than this step" in said
+
+
+def test_parameters_that_may_be_older_are_listed(caplog):
+    train(Poison("parameters", at=1), DebugHook(action="warn", check=["parameters"]))
+    assert "The parameter 'second.bias' (1 NaN" in warnings(caplog)[0]
+    caplog.clear()
+    hooks = [Poison("parameters", at=2), DebugHook(action="warn", check=["parameters"], every=2)]
+    train(*hooks)
+    expected = "Step 2: 1 of 4 parameters are not finite ('second.bias'), so none"
+    assert warnings(caplog)[0].startswith(expected)
+    assert "as step 1 was not looked at" in warnings(caplog)[0]
 
 
 def test_shapes_are_logged_for_the_first_batch_of_a_loader_and_when_they_change(caplog):

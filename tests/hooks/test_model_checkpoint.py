@@ -69,7 +69,8 @@ def steps(trainer: Trainer) -> list[int]:
     [(0, []), (1, [6]), (2, [6, 12]), (3, [3, 6, 12]), (-1, [3, 6, 9, 12])],
 )
 def test_the_best_k_stay(tmp_path, save_top_k, expected):
-    hook = ModelCheckpoint(save_top_k=save_top_k, monitor="val/score", save_on_train_epoch_end=True)
+    options = {} if save_top_k else {"keep_every": 100}  # which keeps none of these
+    hook = ModelCheckpoint(save_top_k, "val/score", save_on_train_epoch_end=True, **options)
     trainer = fit(tmp_path, Scores(3.0, 1.0, 4.0, 2.0), hook)
     assert steps(trainer) == expected
     best = trainer.run.checkpoints / "best"
@@ -271,6 +272,7 @@ def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
         ({"every_n_steps": 2, "every_n_epochs": 2}, "every and every_n_epochs both"),
         ({"every_n_steps": 2, "every_n_minutes": 1}, "every and every_n_minutes both"),
         ({"every_n_minutes": 1, "every_n_epochs": 2}, "every_n_minutes and every_n_epochs both"),
+        ({"save_top_k": 0, "every": 5}, "save_top_k=0 alone keeps no checkpoint"),
         ({"save_top_k": -1, "keep_last": 2}, "so 'keep_last' has no effect"),
         (
             {"save_top_k": -1, "keep_every": 2},
@@ -281,6 +283,11 @@ def test_a_filename_that_cannot_be_used_is_an_error_at_once(filename):
 def test_options_that_make_no_sense_together_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         ModelCheckpoint(**options)
+
+
+@pytest.mark.parametrize("options", [{"save_last": True}, {"keep_last": 1}, {"keep_every": 9}])
+def test_no_best_checkpoint_is_fine_if_another_option_keeps_some(options):
+    ModelCheckpoint(save_top_k=0, **options)
 
 
 def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
@@ -296,6 +303,26 @@ def test_by_steps_it_works_in_a_bare_loop(tmp_path, caplog):
         8
     ]
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("save_top_k", "kept"), [(1, [8]), (3, [6, 7, 8])])
+def test_a_metric_that_never_comes_is_warned_of_once_and_the_newest_stay(
+    tmp_path, caplog, save_top_k, kept
+):
+    model, optimizer = make()
+    hook = ModelCheckpoint(save_top_k, "train/los", every_n_steps=1, folder=tmp_path)
+    with hookline.attach(model, optimizer, hooks=[hook], runs=None):
+        train(model, optimizer, batches(8))
+    assert [load_checkpoint(p).info["step"] for p in complete_checkpoints(tmp_path)] == kept
+    assert caplog.text.count("WARNING") == 1
+    assert "'train/los', which is missing. Did you mean 'train/loss'?" in caplog.text
+    assert "the second checkpoint without it, at step 2" in caplog.text
+
+
+def test_a_metric_that_validation_will_measure_is_not_warned_of(tmp_path, caplog):
+    hook = ModelCheckpoint(monitor="val/score", every_n_steps=1)
+    fit(tmp_path, Scores(5.0, 4.0, 3.0, 2.0), hook)
+    assert "missing" not in caplog.text
 
 
 # -- failures -------------------------------------------------------------------------------------

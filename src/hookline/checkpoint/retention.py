@@ -69,7 +69,8 @@ class KeepRules:
 
     Attributes:
         last: The newest N; -1 for all.
-        best: The K with the best scores; -1 for all. Those without a finite score come last.
+        best: The K with the best scores; -1 for all. Those without a finite score come last, the
+            newest of them first.
         mode: Which score is better.
         every: Of every M steps, the first checkpoint, for ever.
     """
@@ -89,7 +90,7 @@ class KeepRules:
         def key(index: int) -> tuple[bool, float]:
             score = scores[index]
             if score is None or not math.isfinite(score):
-                return True, 0.0
+                return True, -index  # a run that never has a score is resumed from the newest
             return False, score if self.mode == "min" else -score
 
         ranked = sorted(range(len(scores)), key=key)

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from hookline.arguments import user_path
 from hookline.cli.command_base import (
-    RunsFolder,
     bad_value,
     check_folder,
     exit_on_interrupt,
@@ -58,7 +58,16 @@ def lint(
             "--json", help="Print the findings as JSON; the script's output goes to stderr."
         ),
     ] = False,
-    runs: RunsFolder = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            "--runs",
+            help="Keep the run and its report in this folder of runs; by default nothing is kept.",
+            metavar="FOLDER",
+            parser=user_path,
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Find silent training bugs of a script in its first steps.
 

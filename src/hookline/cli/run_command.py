@@ -58,7 +58,7 @@ def run(
         typer.Option(
             help="A hook: its name, its name and options (lr_monitor:every=10,log_momentum=true), "
             "or a class of your own (package.module:Class). May be repeated. Without any: "
-            "gradients, learning rate, loss spikes, non-finite values and throughput.",
+            "gradients, learning rate, loss spikes and non-finite values.",
             metavar="HOOK",
             show_default=False,
         ),

@@ -15,10 +15,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hookline.arguments import show_value
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import SignatureError, nearest
 from hookline.events import EVENTS, FLOWS, NAMES, Argument, Event
@@ -85,6 +87,7 @@ def bind(hook: Hook) -> dict[str, Binding]:
                 f"{bindings[event.name].label} and {label} are the same event under two names. "
                 f"Keep one of them, preferably '{event.name}'."
             )
+        _check_takes_self(hook, method, event, label)
         bindings[event.name] = _bind_method(method, event, label)
     if hook.hookline_kind in FLOWS:
         bindings[hook.hookline_kind] = _bind_call(hook, FLOWS[hook.hookline_kind])
@@ -103,6 +106,8 @@ def _bind_call(hook: Hook, flow: Event) -> Binding:
     if function is not None:
         label = getattr(function, "__qualname__", type(function).__name__)
     carrier = WantedValue("gradients" if flow.name == "update" else "observation")
+    if function is None:
+        _check_takes_self(hook, call, flow, label)
     binding = _bind_method(call, flow, label)
     if hook.hookline_no_op:
         return binding
@@ -151,6 +156,58 @@ def _find_event(name: str, label: str) -> Event:
             f"The events are: {', '.join(EVENTS)}."
         )
     return EVENTS[NAMES[name]]
+
+
+def no_event_text(hook: Hook) -> str:
+    """Return a warning about a hook that no event calls; "" for one that may be meant so.
+
+    Those are Hookline's own, hooks that turn off events with `on_… = None`, and hooks with a state
+    to save, unless a public method has nearly the name of an event.
+    """
+    own = [c for c in type(hook).__mro__ if c.__module__.split(".")[0] not in _LIBRARIES]
+    methods = {
+        name: word
+        for class_ in own
+        for name, value in vars(class_).items()
+        if not name.startswith("_") and callable(value) and (word := _similar_event(name))
+    }
+    has_state = any("state_dict" in vars(class_) for class_ in own) or "_modules" in vars(hook)
+    is_off = any(getattr(hook, name) is None for name in NAMES)
+    if not own or ((has_state or is_off) and not methods):
+        return ""
+    hints = "".join(
+        f" If '{name}' is meant to be one, name it '{event}'." for name, event in methods.items()
+    )
+    return (
+        f"{type(hook).__name__} has no method that is an event, so it is never called.{hints} "
+        f"The events are: {', '.join(EVENTS)}."
+    )
+
+
+_LIBRARIES = {"builtins", "torch", "hookline"}
+
+
+def _similar_event(name: str) -> str | None:
+    """Return the event whose name a method has, without `on_` or in camelCase or misspelled."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().removeprefix("on_")
+    return next(iter(get_close_matches(f"on_{words}", NAMES, n=1, cutoff=0.85)), None)
+
+
+def _check_takes_self(hook: Hook, method: Any, event: Event, label: str) -> None:
+    """Raise for a method whose first parameter is an argument of its event, and not `self`."""
+    if not inspect.ismethod(method) or method.__self__ is not hook:
+        return
+    try:
+        parameters = inspect.signature(method.__func__).parameters.values()
+    except (TypeError, ValueError):
+        return
+    first = next(iter(parameters), None)
+    if first is None or first.kind is first.KEYWORD_ONLY or first.name in event.parameters:
+        raise SignatureError(
+            f"{label} has no parameter `self`: its first one is "
+            f"{show_value(first.name) if first else 'missing'}. Write `def {label.rsplit('.')[-1]}"
+            "(self, …)`."
+        )
 
 
 def _bind_method(method: Callable[..., Any], event: Event, label: str) -> Binding:

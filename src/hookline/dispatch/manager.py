@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from hookline.arguments import check_flag, check_instance, check_name, read_items, show_value
 from hookline.dispatch.accounting import HookInfo, HookStatus, RunClock, Summary
-from hookline.dispatch.binding import bind
+from hookline.dispatch.binding import bind, no_event_text
 from hookline.dispatch.calling_hook import guard_calls
 from hookline.dispatch.dispatcher import DispatcherTable
 from hookline.dispatch.entry import (
@@ -177,6 +177,9 @@ class HookManager:
                 if old is not None:
                     check_order(entries)
             self._apply(entries, changed=[entry] if old is None else [entry, old])
+            is_unused = not entry.bindings and entry.hook.hookline_kind == "loop"
+            if is_unused and (text := no_event_text(entry.hook)):
+                log.warning("%s", text)
             return entry.name
 
     register_hook = add_hook

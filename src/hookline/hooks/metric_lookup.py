@@ -40,10 +40,15 @@ def metric_value(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any 
 def require_metric(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any = None) -> None:
     """Raise an error that lists the metrics and suggests the nearest if this one is missing."""
     if name not in metrics:
-        raise TrainingError(
-            f"{hook} monitors the metric '{name}', which is missing.{nearest(name, metrics)} "
-            f"The metrics are: {listed(metrics)}.{_provision_hint(name, trainer)}"
-        )
+        raise TrainingError(missing_text(metrics, name, hook, trainer))
+
+
+def missing_text(metrics: Mapping[str, Any], name: str, hook: str, trainer: Any = None) -> str:
+    """Return sentences that say that a metric is missing, which there are, and what to do."""
+    return (
+        f"{hook} monitors the metric '{name}', which is missing.{nearest(name, metrics)} "
+        f"The metrics are: {listed(metrics)}.{_provision_hint(name, trainer)}"
+    )
 
 
 def _provision_hint(name: str, trainer: Any) -> str:

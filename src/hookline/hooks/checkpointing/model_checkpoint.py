@@ -19,7 +19,7 @@ from hookline.checkpoint.retention import Retention
 from hookline.context import LazyFloat, Metrics
 from hookline.errors import CheckpointError, ConfigError, TrainingError, listed
 from hookline.hook import HookGroup
-from hookline.hooks.metric_lookup import RequiresMetrics, metric_value
+from hookline.hooks.metric_lookup import RequiresMetrics, metric_value, missing_text
 from hookline.options import BuiltIn
 
 log = logging.getLogger("hookline")
@@ -153,10 +153,13 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
     A checkpoint is kept if it is among the best, among the newest, or the first of an interval of
     steps. Others that this hook has written are removed after the next checkpoint is durable, but
     never those that the files `best` and `last` in the folder name. Of two equal scores the earlier
-    is better. NaN and infinities rank last, and are never the best.
+    is better. NaN and infinities rank last, the newest first, and are never the best; so do
+    checkpoints that are saved before the metric is first measured. The second of these is a
+    warning, unless validation is still to come.
 
     Args:
-        save_top_k: the number of best checkpoints to keep; 0: none, -1: all.
+        save_top_k: the number of best checkpoints to keep; 0: none, if another option keeps some;
+            -1: all.
         monitor: the metric to rank by, such as `val/loss`; None: the newest is the best.
         mode: whether lower (`min`) or higher (`max`) is better.
         save_last: save every time and at the end of training, and also keep the newest checkpoint,
@@ -204,7 +207,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
         )
-        _check_retention(save_top_k, keep_last=keep_last, keep_every=keep_every)
+        _check_retention(save_top_k, save_last, keep_last=keep_last, keep_every=keep_every)
         self._monitor, self._mode = monitor, mode
         self._at_epoch_end, self._every_epochs = save_on_train_epoch_end, every_n_epochs or 1
         self._every_steps, self._every_minutes = every, every_n_minutes
@@ -228,6 +231,7 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
         self._saved_step = self._measured_step = -1
         self._epochs_ended = 0
         self._is_training = self._has_validated = False
+        self._saved_without_metric = 0
         if self._saves_between_steps:  # then a loop that does not provide epochs is enough
             self.hookline_optional_events = frozenset(  # type: ignore[misc]
                 {"on_epoch_start", "on_epoch_end", "on_validation_end"}
@@ -352,6 +356,23 @@ class ModelCheckpoint(SavingHook, RequiresMetrics):
             )
             path = self._retention.reserve(name, step, score)
             trainer.save_checkpoint(path, weights_only=self.saves_weights_only)
+            self._warn_of_missing_metric(trainer, step)
+
+    def _warn_of_missing_metric(self, trainer: Any, step: int) -> None:
+        """Warn once, at the second checkpoint without the metric, unless validation is to come."""
+        if self._monitor is None or self._monitor in self._latest_metrics or not self._is_training:
+            return
+        self._saved_without_metric += 1
+        if self._saved_without_metric == 2 and self._has_validated >= self._validates(trainer):
+            text = missing_text(self._latest_metrics, self._monitor, type(self).__name__, trainer)
+            if hasattr(trainer, "epoch") and not self._monitor.startswith(("val/", "eval/")):
+                text += " Means of logged values come at the end of `with session.epoch():`."
+            log.warning(
+                "%s This is the second checkpoint without it, at step %d: until the metric is "
+                "measured, the newest is kept instead of the best.",
+                text,
+                step,
+            )
 
     def _score(self, metrics: Mapping[str, Any], step: int) -> float | None:
         return None if self._monitor is None else self._value(metrics, self._monitor, step)
@@ -412,8 +433,13 @@ def _check_triggers(**options: Any) -> None:
         )
 
 
-def _check_retention(save_top_k: int, **others: int | None) -> None:
-    """Raise if an option has no effect, because all checkpoints are kept."""
+def _check_retention(save_top_k: int, save_last: bool, **others: int | None) -> None:
+    """Raise if no checkpoint is kept, or an option has no effect because all are."""
+    if save_top_k == 0 and not save_last and not any(others.values()):
+        raise ConfigError(
+            "ModelCheckpoint: save_top_k=0 alone keeps no checkpoint. Also pass save_last=True, "
+            "keep_last or keep_every, or remove it."
+        )
     useless = [name for name, value in others.items() if value is not None]
     if save_top_k == -1 and useless:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from pydantic import PositiveInt
 
 from hookline.context import NO_LOSS, LazyFloat
 from hookline.dispatch.calling_hook import find_calling_hook
-from hookline.errors import ConfigError
+from hookline.errors import ConfigError, listed
 from hookline.hook import HookGroup
 from hookline.hooks.debugging.repeated_forward import (
     CannotRepeatError,
@@ -40,6 +41,9 @@ class DebugHook(BuiltIn):
     the batch or of the model's inputs, that is not. If all of them are finite, it repeats the last
     forward, on a copy of the model that shares the parameters, and names the first module whose
     output is not finite, or the module whose own code computed such an input for another.
+
+    If most parameters are not finite, or some are and the steps before were not looked at, no first
+    one is named: the origin is older.
 
     It is logged once, and again only if everything was finite for a step in between. In a run it is
     also an event, `debug_finding`. Gradients are not checked under a `GradScaler`, which lets them
@@ -105,6 +109,7 @@ class DebugHook(BuiltIn):
         self._counts: dict[Check, int] = {}
         self._has_failed = self._is_reported = False  # in this step; since it was finite
         self._has_backward = self._warned_no_loss = False
+        self._last_step = 0  # the last step that was looked at
 
     def on_train_batch_start(self, batch: Any, dataloader_name: str) -> None:
         """Keep the batch, to check it if its loss is not finite."""
@@ -128,7 +133,7 @@ class DebugHook(BuiltIn):
 
     def _check_loss(self, trainer: Any, step: int, value: float, *, after_step: bool) -> None:
         if self._is_new("loss", math.isfinite(value), trainer, skip=not after_step):
-            cause, module = self._explain(trainer.model, after_step=after_step)
+            cause, module = self._explain(trainer.model, step, after_step=after_step)
             self._act(trainer, step, "loss", f"The loss is {value}. {cause}", module)
 
     def on_gradients_ready(self, trainer: Any, step: int, optimizer_idx: int) -> None:
@@ -140,21 +145,23 @@ class DebugHook(BuiltIn):
         if self._is_new("gradients", is_finite, trainer, skip=True):
             named = [(n, p.grad) for n, p in _named_parameters(trainer) if p.grad is not None]
             names = nonfinite_names(named)
-            last = first_nonfinite(
-                (name, gradient) for name, gradient in named if name == names[-1]
-            )
-            message = (
-                f"The gradients of {len(names)} of {len(named)} parameters are not finite. In the "
-                f"model's order, which backward usually follows from the end, the last is {last}."
-            )
-            cause, module = self._explain(trainer.model)
+            message = f"The gradients of {len(names)} of {len(named)} parameters are not finite."
+            cause, module = self._explain(trainer.model, step + 1)
+            if not self._explain_older(
+                trainer.model.named_parameters(), step + 1, after_step=False
+            ):
+                last = first_nonfinite((name, g) for name, g in named if name == names[-1])
+                message += (
+                    " In the model's order, which backward usually follows from the end, the last "
+                    f"is {last}."
+                )
             self._act(trainer, step + 1, "gradient", f"{message} {cause}", module)
 
     def on_step_end(self, trainer: Any, step: int, loss: LazyFloat | None = None) -> None:
         if step % self.every == 0:
             self._check_step(trainer, step, loss)
             self._is_reported &= self._has_failed
-            self._has_failed = False
+            self._has_failed, self._last_step = False, step
         self._call, self._forwards = None, 0
 
     def _check_step(self, trainer: Any, step: int, loss: LazyFloat | None) -> None:
@@ -170,8 +177,11 @@ class DebugHook(BuiltIn):
         if "parameters" not in self._check:
             return
         if self._is_new("parameters", all_finite(parameters_of(trainer.optimizers)), trainer):
-            found = first_nonfinite(_named_parameters(trainer))
-            self._act(trainer, step, "parameter", f"The parameter {found} is not finite.")
+            named = _named_parameters(trainer)
+            message = f"The parameter {first_nonfinite(named)} is not finite."
+            if self._first_unseen(step) is not None:
+                message = self._explain_older(named, step, after_step=True)
+            self._act(trainer, step, "parameter", message)
 
     def on_train_end(self) -> None:
         for check, count in self._counts.items():
@@ -191,8 +201,41 @@ class DebugHook(BuiltIn):
         is_new, self._has_failed, self._is_reported = not self._is_reported, True, True
         return is_new
 
+    def _first_unseen(self, step: int) -> int | None:
+        """Return the first step since the last look, if it is not this one."""
+        return self._last_step + 1 if self._last_step + 1 < step else None
+
+    def _explain_older(
+        self, named: Iterable[tuple[str, torch.Tensor]], step: int, *, after_step: bool
+    ) -> str:
+        """Return what is known of nonfinite parameters if none can be called the first; else "".
+
+        That is if they may be older than the step, or if most of them are not finite.
+        """
+        named = list(named)
+        names, unseen = nonfinite_names(named), self._first_unseen(step)
+        is_most = 2 * len(names) > len(named)
+        if not names or (unseen is None and not is_most):
+            return ""
+        counts = f"{len(names)} of {len(named)} parameters are not finite"
+        counts += "" if is_most else f" ({listed(names)})"
+        if unseen is not None:
+            others = (
+                f"steps {unseen} to {step - 1} were" if unseen < step - 1 else f"step {unseen} was"
+            )
+            origin = f"the origin may be older, as {others} not looked at"
+        elif after_step:
+            origin = "this step may have made them so"
+        else:
+            origin = "the origin is older than this step"
+        return (
+            f"{counts}, so none is named as the first: {origin}. To find it, look at the loss and "
+            "the gradients of every step: DebugHook(every=1, action='stop'), or `hookline run "
+            "--hook debug:action=stop -- …`."
+        )
+
     def _explain(
-        self, model: torch.nn.Module, *, after_step: bool = False
+        self, model: torch.nn.Module, step: int, *, after_step: bool = False
     ) -> tuple[str, str | None]:
         """Return where a value that is not finite may come from, and the module if it is known."""
         call = self._call
@@ -207,6 +250,9 @@ class DebugHook(BuiltIn):
             places["input of the model"] = [
                 pair for name, value in arguments.items() for pair in named_tensors(value, name)
             ]
+        older = self._explain_older(model.named_parameters(), step, after_step=after_step)
+        if older:
+            return older, None
         for kind, named in places.items():
             if (found := first_nonfinite(named)) is not None:
                 when = " after the step, which may have made it so," if after_step else ""
