@@ -120,9 +120,9 @@ _TOKEN = re.compile(  # of well-known services: they are recognised by how they 
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
     r")(?![A-Za-z0-9])"
 )
-_CONNECTION_STRING = re.compile(  # a field between two others, or the first or last one
-    r"(?i)(?:(?<=;)|(?<=; )|\b(?=[^\s;'\"]+;))"
-    r"((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]{1,200}"
+_CONNECTION_FIELD = r"((?:account|sharedaccess)key|password|pwd)=[^\s;'\"]{1,200}"
+_CONNECTION_STRING = re.compile(  # a field behind another one, or before another one
+    rf"(?i)(?:(?<=;)|(?<=; )){_CONNECTION_FIELD}|\b{_CONNECTION_FIELD}(?=;)"
 )
 
 
@@ -138,7 +138,7 @@ def _mask_patterns(text: str) -> str:
     if "://" in text:
         text = _URL.sub(lambda found: _mask_url(found[0]), text)
     if "=" in text:
-        text = _CONNECTION_STRING.sub(rf"\1={MASK}", text)
+        text = _CONNECTION_STRING.sub(rf"\1\2={MASK}", text)
     return _TOKEN.sub(MASK, _SCHEME.sub(rf"\1 {MASK}", text))
 
 
