@@ -147,6 +147,7 @@ def test_the_run_is_complete_before_the_end_waits_for_trackers(tmp_path):
     assert tracker.calls == ["start", "completed"]
     assert Run.open(tracker.run.folder).manifest["status"] == "stopped"
     assert len(tracker.values) == 7
+    assert Run.open(tracker.run.folder).manifest["trackers"] == {"kept": {"id": "one"}}
 
 
 def test_a_value_that_is_refused_costs_no_other(tmp_path, caplog):

@@ -266,6 +266,26 @@ class Run:
                 log.warning("Cannot write %s: %s. Training continues.", self.path, error)
             self._manifest_failed = True
 
+    def add_to_field(self, field: str, items: Mapping[str, Any]) -> None:
+        """Add items to a field of the manifest, also after the run has ended.
+
+        Nothing is written if another process writes the run by then.
+        """
+        if self.metrics_log is not None or not self.has_folder:
+            self.update(**{field: {**self.manifest.get(field, {}), **items}})
+            return
+        try:
+            lock = RunLock.acquire(self.path)
+            try:
+                manifest = read_run_manifest(self.path)
+                added = mask_secrets(to_jsonable(dict(items)), by_name=False)
+                manifest[field] = {**manifest.get(field, {}), **added}
+                write_run_manifest(self.path, manifest)
+            finally:
+                lock.release()
+        except (OSError, RunError) as error:
+            log.warning("'%s' is not written to the manifest of %s: %s", field, self.path, error)
+
     @property
     def is_forked(self) -> bool:
         """Whether this process was forked from the one that writes the run: it writes nothing."""

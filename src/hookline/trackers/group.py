@@ -178,10 +178,7 @@ class TrackerSet:
         if not started or self._run is None:
             return
         self._unwritten = [t for t in self._unwritten if t not in started]
-        if self._run.metrics_log is None:
-            return  # it was closed before the tool has started
-        ids = {thread.name: thread.ids for thread in started}
-        self._run.update(trackers={**self._run.manifest.get("trackers", {}), **ids})
+        self._run.add_to_field("trackers", {thread.name: thread.ids for thread in started})
 
 
 def _prepare(name: str, tracker: Tracker) -> None:
